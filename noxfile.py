@@ -1,6 +1,6 @@
 """What runs in environments of its own: other versions of torch and of Python, wheels, the GPU kit.
 
-make calls it: make compat, wheels, packaging, gpu-machine, gpu-kit. Environments are kept in
+Called by make wheels and gpu-kit, and by .ci/run. Environments are kept in
 .cache/nox. Words after -- are versions of torch. torch's wheel is installed without the CUDA
 packages that it names, which have gigabytes: tools/stand_ins.py makes what takes their place.
 RINGCOMM_TORCH_INDEX names an index of wheels for CPUs instead, but for gpu-machine and gpu-kit.
@@ -53,12 +53,12 @@ BUILD = ("pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", ".")
 SYSTEMS = "programs/test_benchmark_scripts.py::test_losses_bytes_and_memory_of_systems"
 SHORT_SET = (
     "programs/test_torch_names.py",
-    "pairs/test_pairs.py::test_equals_one_process",
+    "training/test_pairs.py::test_equals_one_process",
     "pipeline/test_pipeline.py",
     "mesh/test_parallelize.py",
     "tensor/test_whole_loop.py",
-    "zero/test_zero_unused.py",
-    "zero/test_zero_dtensor.py",
+    "training/test_zero_unused.py",
+    "training/test_zero_dtensor.py",
 )
 TRITON = "ops/test_triton_ptx.py::test_some_cases"
 ON_GPU_MACHINE = ("device", "ops", "backend")

@@ -104,7 +104,7 @@ def compile_kernels() -> "list[str]":
 def make_build_ext() -> type:
     """Returns the build_ext command: torch's, with objects that are kept between calls of pip."""
     import torch
-    from torch.utils.cpp_extension import BuildExtension
+    from torch.utils.cpp_extension import BuildExtension, include_paths
 
     tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
 
@@ -117,6 +117,7 @@ def make_build_ext() -> type:
 
         def run(self) -> None:
             super().run()
+            buildconfig.write_commands(include_paths())
             if self.inplace and not wants_cuda():
                 for stale in ROOT.glob("ringcomm/_cuda.*.so"):  # would not fit the others
                     stale.unlink()

@@ -13,6 +13,7 @@ from _ringcomm.values import MAX_OTHERS_PERCENT
 from ringcomm.screen import byte_count, counted, factor
 
 Record = dict[str, Any]
+Run = list[Record]  # one point: a record per backend, or one of a race
 Cell = Callable[[Record], str]
 # Of a printed table: headers that CELLS or a record's fields have, or a header with its cell.
 Columns = Sequence[str | tuple[str, Cell]]
@@ -73,9 +74,7 @@ def before_after(pair: dict[str, float | None]) -> str:
 
 def state_of(record: dict[str, Any]) -> str:
     """Whether the machine was otherwise idle during the measurement."""
-    faults = [] if record["quiet"] else ["not quiet"]
-    faults += [] if record["steady"] else ["cores moved"]
-    return ", ".join(faults) or "quiet"
+    return "quiet" if record["quiet"] else "not quiet"
 
 
 def grid(headers: list[str], num_words: int, rows: Sequence[list[str]]) -> list[str]:

@@ -133,16 +133,11 @@ def _results_table(records: list[Record]) -> Any:
 
 
 def _machine_table(records: list[Record]) -> Any:
-    caption = (
-        "Measured before → after the calls. Floor: all ranks scale their buffers in place. Flag:"
-        " time until one core sees a write of another, about 0.1 µs within a cache and 0.5 µs"
-        " between caches."
-    )
+    caption = "Floor: all ranks scale their buffers in place, before → after the calls."
     columns: Columns = [
         "op",
         BYTES,
         ("floor µs", lambda r: before_after(r["floor_us"])),
-        ("flag µs", lambda r: before_after(r["flag_us"])),
         "others %",
         ("attempts", lambda r: str(r["num_attempts"])),
         "state",

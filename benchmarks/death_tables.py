@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cells import Cell, Record, grid_of
-
-Run = list[Record]
+from cells import Cell, Run, grid_of
 
 # How the ranks of a backend go on after the error.
 SHRINK, STAY, END = "shrink", "stay", "end"

@@ -328,8 +328,6 @@ PROGRAM = harness.Program(
     ],
     check=check,
     named=("strangers", "seed"),
-    columns=COLUMNS,
-    section=("backend",),
 )
 
 if __name__ == "__main__":

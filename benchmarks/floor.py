@@ -15,7 +15,6 @@ from functools import partial
 
 import harness  # before torch: it sets the number of threads
 import torch
-from cells import before_after, inverse, share_range
 from groups import labelled, open_groups
 from harness import Bench, Options, flag
 from operations import OPERATIONS, RINGCOMM
@@ -55,16 +54,6 @@ PROGRAM = harness.Program(
         flag("--worlds", several(whole(2)), "2,4", "numbers of ranks"),
         flag("--sizes", several(whole(1)), "262144,4194304,67108864", "bytes of a buffer"),
     ],
-    columns=[
-        *("ranks", "bytes", "variant", "algorithm", "p50 µs"),
-        ("share", lambda r: share_range(inverse(r["ratio"])) if r["ratio"] else ""),
-        ("flag µs", lambda r: before_after(r["flag_us"])),
-        "state",
-    ],
-    section=("world_size", "bytes"),
-    caption="Share: the floor's time / the call's, median (10th to 90th percentile). Flag: time"
-    " until one core sees a write of another, before → after the calls: about 0.1 µs within a cache"
-    " and 0.5 µs between caches.",
 )
 
 if __name__ == "__main__":

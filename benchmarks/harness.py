@@ -32,6 +32,7 @@ from command_line import CommandLine, flag, names  # noqa: E402
 from groups import run_ranks  # noqa: E402
 from race import Bench, make_bench  # noqa: E402
 from report import Report, default_path, table_of  # noqa: E402
+from table import LAYOUTS, tables  # noqa: E402
 
 from _ringcomm.status import run_main  # noqa: E402
 from ringcomm.measure.ranks import Team  # noqa: E402
@@ -59,7 +60,8 @@ class Program(CommandLine):
         section: fields where the table has a rule when they change.
         caption: below the table.
         title: above it.
-        show: what is printed of the records, instead of title and table.
+        show: what is printed of the records, instead of title and table. Without columns it is what
+            pages show of them.
     """
 
     kind: str
@@ -122,6 +124,8 @@ class Program(CommandLine):
         def show() -> list[Any]:
             if self.show is not None:
                 return self.show(options, report.records)
+            if not self.columns:
+                return tables(report.whole(), LAYOUTS[self.kind])
             title = [self.title(options)] if self.title else []
             return [*title, table_of(self.columns, self.caption, report.records, self.section)]
 

@@ -122,8 +122,6 @@ PROGRAM = harness.Program(
     check=check,
     named=("cable",),
     facts=lambda _: {"ranks_per_host": WORLD_SIZE // len(ADDRESSES), "dtype": "float32"},
-    columns=["op", "bytes", "backend", "p50 µs", "p99 µs", "time over", "others %", "state"],
-    section=("op",),
 )
 
 

@@ -1,14 +1,7 @@
-#!/usr/bin/env python3
-"""Writes records of collectives and training systems as one page of interactive charts.
-
-    python benchmarks/html_report.py --out report.html FILE.jsonl [...]
-
-The page needs no network and no other file. `ringcomm bench OP --html FILE` writes its own records.
-"""
+"""One page of interactive charts, which needs no network: `ringcomm bench OP --html FILE`."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +9,6 @@ from typing import Any
 
 from palette import LIBRARIES
 
-from _ringcomm.status import EXIT_OK, run_main
 from ringcomm.screen import COLORS
 
 KINDS = ("collective", "collective_on_device", "systems")
@@ -56,21 +48,3 @@ def write_html(records: Sequence[dict[str, Any]], path: Path, *, is_partial: boo
     text = TEMPLATE.read_text(encoding="utf-8").replace("@COLORS@", json.dumps(COLORS))
     text = text.replace("@LIBRARIES@", json.dumps(LIBRARIES)).replace("@RECORDS@", data)
     path.write_text(text, encoding="utf-8")
-
-
-def main(arguments: list[str]) -> int:
-    """Reads records; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl")
-    parser.add_argument("--out", type=Path, default=Path("report.html"))
-    options = parser.parse_args(arguments)
-    try:
-        write_html(read_records(options.files), options.out)
-    except ValueError as error:
-        parser.error(str(error))
-    print(options.out)
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_main("html_report.py", main))

@@ -169,12 +169,6 @@ PROGRAM = harness.Program(
     ],
     file=lambda options: f"inference-w{WORLD_SIZE}",
     named=("dtype", "hidden", "layers"),
-    columns=[
-        ("bytes", lambda r: f"{r['size_bytes'] >> 10} KiB" if r["size_bytes"] else "token"),
-        *("way", "p50 µs", "p99 µs", "time over", "others %"),
-    ],
-    section=("size_bytes",),
-    caption="A call, and decoding a token, on two ranks.",
 )
 
 if __name__ == "__main__":

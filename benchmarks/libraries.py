@@ -148,9 +148,6 @@ PROGRAM = harness.Program(
         flag("--deepspeed", Path, None, "DeepSpeed's shared-memory extension", metavar="FILE"),
         flag("--vllm", Path, None, "a library of vLLM's shared-memory operators", metavar="FILE"),
     ],
-    columns=["ranks", "op", "bytes", "way", "p50 µs", "p99 µs", "time over", "others %"],
-    section=("world_size", "op", "bytes"),
-    caption="float32; the time of a block of calls on its slowest rank, over the calls.",
 )
 
 if __name__ == "__main__":

@@ -172,12 +172,6 @@ PROGRAM = harness.Program(
     file=lambda options: f"lomo-w{options.world}",
     named=("size",),
     facts=facts_of,
-    columns=[
-        *("optimizer", "p50 ms", "p99 ms"),
-        ("gradients", lambda r: f"{r['grad_bytes'] >> 10:,} KiB"),
-        *("time / Lomo's", "others %"),
-    ],
-    caption="Gradients: the most memory of a rank for gradients during a step.",
 )
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
 from harness import Options, Report, flag
-from system_tables import plain_ratio, predicted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from weather import Weather
@@ -339,14 +338,6 @@ def bandwidths(files: list[Record]) -> dict[str, float]:
     return {"compute": 3 / (2 / read + 1 / write), "update": 7 / (4 / read + 3 / write)}
 
 
-def amount_of(record: Record, name: str) -> str:
-    """A rate of files, or a time."""
-    if record["part"] == "files":
-        rate = record[f"{name}_bytes_per_s"]
-        return f"{rate / 1e9:.2f} GB/s" if rate else "–"
-    return f"{record[f'{name}_us'] / 1e3:.3f} ms"
-
-
 def check(options: Options) -> None:
     """Raises ValueError for a folder that is not there."""
     if not options.path.is_dir():
@@ -382,20 +373,6 @@ PROGRAM = harness.Program(
     flags=[flag("--path", Path, harness.ROOT / "build", "on the disk")],
     check=check,
     facts=lambda _: {"file_bytes": FILE_BYTES, "width": WIDTH, "layers": LAYERS},
-    columns=[
-        "part",
-        ("what", lambda r: r["name"]),
-        ("ringcomm", lambda r: amount_of(r, "p50")),
-        "peer",
-        ("its", lambda r: amount_of(r, "peer_p50")),
-        ("of it (10–90 %)", plain_ratio),
-        ("predicted", predicted),
-        "others %",
-    ],
-    section=("part",),
-    caption="Ratio: for files, the rate / fio's; for adam, torch's time / ringcomm's; for steps,"
-    " the time in memory / the time with files. Predicted: by the formula, without overlap.",
-    title=lambda options: "offload",
 )
 
 if __name__ == "__main__":

@@ -96,8 +96,10 @@ def simulated(case: Case, world_size: int, **times: Any) -> pipeline.Timeline:
     return simulate(*shape, num_stages_per_rank=num_stages, **times)
 
 
-def as_slept(case: Case, world_size: int, timelines: list[pipeline.Timeline]) -> pipeline.Timeline:
-    """The simulated step with the measured times of stages, because sleeps are late."""
+def as_measured(
+    case: Case, world_size: int, timelines: list[pipeline.Timeline]
+) -> pipeline.Timeline:
+    """The simulated step with the measured times of stages."""
     found: dict[tuple[str, int], list[float]] = {}
     for timeline in timelines:
         for action in timeline.actions:
@@ -165,11 +167,14 @@ def run_rank(bench: Bench, options: Options) -> None:
         )
         if team.rank > 0:
             continue
-        slept = as_slept(case, team.world_size, timelines)
         sleeps = options.stages == "sleep"
         stage_us = 1e3 * options.unit_ms / case.stages_per_rank
         equal = {"forward_us": stage_us, "backward_us": 2 * stage_us}
-        bound = simulated(case, team.world_size, **equal) if sleeps else slept
+        bound = (
+            simulated(case, team.world_size, **equal)
+            if sleeps
+            else as_measured(case, team.world_size, timelines)
+        )
         bubbles = [float(timeline.bubble()) for timeline in timelines]
         record = {
             **case._asdict(),
@@ -180,9 +185,6 @@ def run_rank(bench: Bench, options: Options) -> None:
             **percentiles(times_us, "us"),
             "bound_us": float(bound.span_us),
             "over_bound": median(times_us) / float(bound.span_us),
-            "slept_bubble": float(slept.bubble()),
-            "slept_bound_us": float(slept.span_us),
-            "over_slept_bound": median(times_us) / float(slept.span_us),
             "num_steps": len(times_us),
             "verified": is_planned,
             **weather.record(),
@@ -214,23 +216,6 @@ PROGRAM = harness.Program(
         flag("--pictures", Path, None, "draw a step of each schedule into this folder"),
     ],
     check=check,
-    columns=[
-        ("what", lambda r: f"{r['schedule']}, {r['stages']}"),
-        "ranks",
-        ("m", lambda r: str(r["num_microbatches"])),
-        ("bubble", lambda r: f"{100 * r['predicted_bubble']:.1f} %"),
-        ("slept", lambda r: f"{100 * r['slept_bubble']:.1f} %"),
-        ("measured", lambda r: f"{100 * r['bubble']['p50_share']:.1f} %"),
-        ("bound, ms", lambda r: f"{r['bound_us'] / 1e3:.1f}"),
-        ("step, ms", lambda r: f"{r['p50_us'] / 1e3:.1f}"),
-        ("over it", lambda r: f"{r['over_bound']:.3f}"),
-        ("over slept", lambda r: f"{r['over_slept_bound']:.3f}"),
-        "others %",
-    ],
-    section=("world_size",),
-    caption="m: number of micro-batches. Bubble: the share of all ranks' time in which they are"
-    " idle: predicted for stages of equal times, predicted from the median times of the stages, and"
-    " measured. Medians.",
 )
 
 if __name__ == "__main__":

@@ -185,15 +185,6 @@ PROGRAM = harness.Program(
         flag("--layers", int, 6, "an even number of them"),
     ],
     named=("width", "layers"),
-    columns=[
-        *("rows × tokens", "system"),
-        ("measured ms", lambda r: f"{r['p50_us'] / 1e3:.2f}"),
-        ("predicted ms", lambda r: f"{r['predicted_us'] / 1e3:.2f}"),
-        ("measured / predicted", lambda r: f"{r['measured_over_predicted']:.2f}"),
-        "others %",
-    ],
-    section=("tokens",),
-    caption="Whole steps on two ranks, medians.",
 )
 
 if __name__ == "__main__":

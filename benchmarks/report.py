@@ -25,10 +25,7 @@ from ringcomm.measure.timing import Timings
 GIT_TIMEOUT_S = 60.0
 # Columns of a table that is not written to a terminal.
 FILE_COLUMNS = 140
-TEXT_COLUMNS = (
-    *("op", "backend", "algorithm", "state", "quantity", "what", "found", "transport", "why"),
-    *("system", "tokens", "type", "mode", "redop"),
-)
+TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "system", "type", "mode", "redop")
 
 
 def default_path(name: str) -> Path:
@@ -137,6 +134,10 @@ class Report:
         self.records += records
         self._write_html(is_partial=True)
 
+    def whole(self) -> list[Record]:
+        """The records as the file has them."""
+        return self._whole(self.records)
+
     @contextmanager
     def measuring(self, show: Callable[[], Sequence[Any]]) -> Iterator[None]:
         """A context for adding records: after Ctrl-C, records are shown as partial results.
@@ -151,9 +152,9 @@ class Report:
             raise
 
     def _print(self, *shown: Any) -> None:
-        self.console.print(
-            facts_line(self.facts), *(fitted(self.console, one) for one in shown), sep="\n"
-        )
+        lines = (facts_line(self.facts), *(fitted(self.console, one) for one in shown))
+        how: Any = {"no_wrap": True, "overflow": "ignore", "crop": False}
+        self.console.print(*lines, sep="\n", **how)
         if self._path is not None:
             self.console.print(f"records: {self._path}")
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cells import (
     BUSY,
     CELLS,
     Cell,
     Columns,
+    Record,
+    Run,
     comparison,
     grid,
     grid_of,
@@ -20,9 +22,6 @@ from cells import (
 )
 
 from ringcomm.screen import byte_count, factor
-
-Record = dict[str, Any]
-Run = list[Record]
 
 
 def _over_ringcomm(record: Record) -> str:

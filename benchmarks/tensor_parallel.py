@@ -176,9 +176,6 @@ PROGRAM = harness.Program(
     per="batch",
     flags=[flag("--size", str, "4.6M", "of the model", choices=list(PRESETS))],
     named=("size",),
-    columns=["rows × tokens", "way", "p50 ms", "p99 ms", "time / ringcomm's", "others %"],
-    section=("tokens",),
-    caption="Forward and backward on two ranks.",
 )
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <memory>
 #include <utility>
 
 namespace ringcomm {
@@ -18,6 +19,28 @@ const char* end_of(const at::Tensor& tensor) {
     last += (tensor.size(dim) - 1) * tensor.stride(dim);
   return static_cast<const char*>(tensor.const_data_ptr()) + (last + 1) * tensor.element_size();
 }
+
+struct RefuseGrad final : c10::OperatorKernel {
+  explicit RefuseGrad(const std::string& instead) : hint("use " + instead + "torch.no_grad()") {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
+    const auto& parameters = op.schema().arguments();
+    const auto given = torch::jit::last(*stack, parameters.size());
+    const bool has_group = op.schema().argumentIndexWithName("group_name").has_value();
+    for (std::size_t i = 0; at::GradMode::is_enabled() && i < parameters.size(); ++i) {
+      const c10::AliasInfo* const alias = parameters[i].alias_info();
+      const bool is_asked = has_group || (alias != nullptr && alias->isWrite());
+      TORCH_CHECK_VALUE(!(is_asked && given[i].isTensor() && given[i].toTensor().requires_grad()),
+                        "ringcomm: ", op.schema().name().substr(sizeof("ringcomm::") - 1),
+                        " has no gradient, and its ", parameters[i].name(), " requires grad; ",
+                        hint);
+    }
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  }
+
+  std::string hint;
+};
 
 }  // namespace
 
@@ -63,26 +86,8 @@ DType reduced_dtype(const at::Tensor& tensor, const char* op) {
       "complex64 and complex128");
 }
 
-void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead) {
-  TORCH_CHECK_VALUE(!(tensor.requires_grad() && at::GradMode::is_enabled()), "ringcomm: ", op,
-                    " writes into its input, which requires grad; use ", instead,
-                    *instead != '\0' ? ", or " : "", "torch.no_grad()");
-}
-
-void refuse_grad(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                 torch::jit::Stack* stack) {
-  const auto& parameters = op.schema().arguments();
-  const auto given = torch::jit::last(*stack, parameters.size());
-  const bool has_group = op.schema().argumentIndexWithName("group_name").has_value();
-  for (std::size_t i = 0; at::GradMode::is_enabled() && i < parameters.size(); ++i) {
-    const c10::AliasInfo* const alias = parameters[i].alias_info();
-    const bool is_asked = has_group || (alias != nullptr && alias->isWrite());
-    TORCH_CHECK_VALUE(!(is_asked && given[i].isTensor() && given[i].toTensor().requires_grad()),
-                      "ringcomm: ", op.schema().name().substr(sizeof("ringcomm::") - 1),
-                      " has no gradient, and its ", parameters[i].name(),
-                      " requires grad; use torch.no_grad()");
-  }
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+torch::CppFunction refuse_grad(const std::string& instead) {
+  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<RefuseGrad>(instead));
 }
 
 void mark_written(const at::Tensor& tensor) {

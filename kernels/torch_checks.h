@@ -1,8 +1,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include <string>
 
 #include "kernels/common/types.h"
 
@@ -16,13 +17,11 @@ void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
 /// float32, float16 or bfloat16; `name` is the argument's.
 void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op);
 DType reduced_dtype(const at::Tensor& tensor, const char* op);
-/// In-place forms have no gradient, because another operator's backward may need the overwritten
-/// values. `instead` is the form that has one, or "".
-void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead);
-/// The kernel for Autograd of an operator that writes and has no gradient: raises ValueError where
-/// what it writes, or with a group any tensor, requires grad. torch.compile calls no other kernel
-/// with tensors that do.
-void refuse_grad(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+/// The kernel for Autograd of an operator that writes and has no gradient, because another
+/// operator's backward may need the overwritten values: raises ValueError where what it writes, or
+/// with a group any tensor, requires grad. torch.compile calls no other kernel with tensors that
+/// do. `instead`: what else to use than no_grad(), as "all_reduce, or ".
+torch::CppFunction refuse_grad(const std::string& instead = "");
 /// Makes a backward pass fail that saved what the tensor was before.
 void mark_written(const at::Tensor& tensor);
 

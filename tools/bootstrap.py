@@ -157,7 +157,9 @@ def use_active_torch(python: Python) -> None:
     active = Python(sys.executable)
     problem = ""
     if python.suffix != active.suffix or Path(python.packages, "torch").exists():
-        problem = f"{VENV} has another Python or a torch of its own: remove it with make distclean"
+        problem = (
+            f"{VENV} has another Python or a torch of its own: remove it with make clean ALL=1"
+        )
     elif not active.has_torch():
         problem = (
             f"{active.path} has no torch >= 2.11: install it there, activate another environment,"

@@ -5,6 +5,7 @@ Standard library only: it runs before anything is installed.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -17,9 +18,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+# The lists that make reads too, by name.
+BUILD_LISTS = {
+    name: tuple(words.split())
+    for name, words in re.findall(
+        r"(?m)^(\w+) := ([^$\n]+)$", (ROOT / "csrc" / "build.mk").read_text(encoding="utf-8")
+    )
+}
 # The folders of C++ and CUDA, and where their includes begin: "kernels/..." at ROOT.
 CPP = ("csrc", "kernels")
-INCLUDED = (ROOT / "csrc", ROOT)
+INCLUDED = tuple(ROOT / folder for folder in BUILD_LISTS["INCLUDED"])
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 11)
@@ -43,33 +51,27 @@ class Extension(NamedTuple):
     with_torch: tuple[str, ...]
 
 
-# What kernels/ has without torch: sources with torch's headers are named torch_* or cuda_* there.
-KERNELS = ("kernels/common/*.cc", "kernels/updates/update_op.cc")
-ENGINE = tuple(
-    f"csrc/{folder}/**/*.cc"
-    for folder in ("core", "host", "collectives", "transport", "communicator")
-)
-CUDA = ("csrc/cuda/driver/*.cc", "csrc/cuda/collectives/*.cc")
-# Each links those before it.
+def _patterns(name: str) -> tuple[str, ...]:
+    """The patterns of a list of folders and files."""
+    return tuple(one if one.endswith(".cc") else f"{one}/**/*.cc" for one in BUILD_LISTS[name])
+
+
+# Each links those before it. What kernels/ has with torch's headers is named torch_* or cuda_*.
 EXTENSIONS = (
-    Extension("_kernels", KERNELS, (), ("kernels/**/torch_*.cc",)),
-    Extension("_C", ("csrc/reduce/*.cc",), ENGINE, ("csrc/bindings/*.cc",)),
+    Extension("_kernels", _patterns("KERNELS_ALONE"), (), ("kernels/**/torch_*.cc",)),
+    Extension("_C", _patterns("REDUCE"), _patterns("ENGINE"), ("csrc/bindings/*.cc",)),
     Extension(
         "_cuda",
-        CUDA,
+        _patterns("GPU"),
         (),
         ("csrc/cuda/bindings/*.cc", "csrc/cuda/messages/*.cc", "kernels/**/cuda_*.cc"),
     ),
 )
 
-CXX_STANDARD = "-std=c++20"
-# Contraction is off so that a sum rounds the same way on every machine and SIMD level.
 CXX_FLAGS = (
-    CXX_STANDARD,
+    *BUILD_LISTS["CXX_COMMON"],
     "-O3",
     "-g0",
-    "-ffp-contract=off",
-    "-Wall",
     # Extensions use each other's functions: these are visible, pybind11's templates are not.
     "-fno-semantic-interposition",
     "-fvisibility-inlines-hidden",
@@ -184,17 +186,28 @@ def cxx_flags() -> list[str]:
     return [*CXX_FLAGS, version, *gcc_flags(), *werror]
 
 
+def write_commands(of_torch: list[str]) -> None:
+    """Writes build/compile_commands.json, by which an editor compiles each source by itself."""
+    folders = [*map(str, INCLUDED), *of_torch, sysconfig.get_path("include")]
+    command = [*compiler(), *cxx_flags(), *(f"-I{folder}" for folder in folders), "-c"]
+    entries = [
+        {"directory": str(ROOT), "file": str(source), "arguments": [*command, str(source)]}
+        for source in cpp_files(".cc")
+    ]
+    path = ROOT / "build" / "compile_commands.json"
+    path.write_text(json.dumps(entries, indent=1), encoding="utf-8")
+
+
 def gcc_flags() -> list[str]:
     """Returns the flags that only GCC has: nothing for clang.
 
     at::parallel_for, a template of OpenMP's pragmas, needs -fopenmp to have threads: for compiling
     only, since the runtime is the one that torch has loaded, whose threads torch counts. clang
-    needs another runtime: there the operators run in one thread. By default GCC frees memory from
-    some ten MiB on, which takes a tenth of the time.
+    needs another runtime: there the operators run in one thread.
     """
     if "__clang__" in _compiled("", "-dM", "-E").stdout:
         return []
-    return ["-fopenmp", "--param=ggc-min-heapsize=524288"]
+    return ["-fopenmp", *BUILD_LISTS["GCC_ALONE"]]
 
 
 def find_nvcc() -> Path | None:
@@ -251,7 +264,7 @@ def check_compiler() -> None:
             "pip install FILE, or, where numpy is installed, pip install --no-index "
             "--find-links FOLDER ringcomm."
         )
-    done = _compiled(_CXX20_PROBE, CXX_STANDARD, "-fsyntax-only")
+    done = _compiled(_CXX20_PROBE, *BUILD_LISTS["CXX_COMMON"], "-fsyntax-only")
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[0]
         raise BuildProblem(

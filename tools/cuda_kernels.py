@@ -32,8 +32,6 @@ EMBEDDERS = (
 )
 ARCHITECTURES = ("80", "90", "100")
 HELD = "-DRINGCOMM_HELD_VECTORS"
-# Sums round the same way as on the CPU: nothing is contracted.
-FLAGS = ("-std=c++20", "--expt-relaxed-constexpr", "-fmad=false")
 
 
 def sources() -> list[Path]:
@@ -83,7 +81,7 @@ def compile_all(
     be compiled elsewhere: a stamp beside each tells what it was made of. Raises BuildProblem.
     """
     archs = archs or archs_asked() or ARCHITECTURES
-    flags = [*FLAGS, "-O3", *defines]
+    flags = [*buildconfig.BUILD_LISTS["NVCC_COMMON"], "-O3", *defines]
     for arch in archs:
         flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
     # For other GPUs. Code for sm_80 has the fewest barriers, of which some of them have few

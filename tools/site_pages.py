@@ -26,14 +26,14 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT), str(ROOT / "tests" / "python" / "pairs")]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT), str(ROOT / "tests" / "python" / "training")]
 
 import buildconfig  # noqa: E402
 import pair_tables  # noqa: E402
 
 from _ringcomm.command import PAGES  # noqa: E402
 
-# The data that takes torch to compute; tests/python/programs/test_show_docs.py writes it.
+# The data that takes torch to compute; tools/show_pictures.py writes it.
 MEMORY = ROOT / "docs" / "show" / "memory.json"
 SHOWN = sorted(PAGES.keys() - {"trace"})  # which is of a user's own file
 SHOW_ROW = re.compile(rf'<a id="({"|".join(SHOWN)})"></a>(`\1`)')

@@ -50,16 +50,21 @@ c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, c10::De
   }
 }
 
-// A group's backend for the tensor's device if it is ringcomm's. Null if it is another one, or if
-// the group is a subclass, whose calls may do more than forward to the backend.
-c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
-                                                       const at::Tensor& tensor) {
-  if (needs_work(group)) return {};
+// A group's backend for the tensor's device if it is ringcomm's, else null.
+c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_for(c10d::ProcessGroup& group,
+                                                      const at::Tensor& tensor) {
   // Not torch's dynamic_intrusive_pointer_cast, which leaks objects of another class.
   auto* const ringcomm =
       dynamic_cast<ProcessGroupRingcomm*>(backend_for(group, tensor.device().type()).get());
   if (ringcomm == nullptr) return {};
   return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
+}
+
+// The same, but null if the group is a subclass, whose calls may do more than forward to the
+// backend.
+c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
+                                                       const at::Tensor& tensor) {
+  return needs_work(group) ? nullptr : ringcomm_for(group, tensor);
 }
 
 // Calls `start(backend, is_async)` and waits: with ringcomm's own backend, without torch's
@@ -95,7 +100,6 @@ at::Tensor empty_with_rows(int64_t num_rows, const at::Tensor& input) {
 
 void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
                  const std::string& group_name) {
-  check_no_grad(input, "all_reduce_", "all_reduce");
   all_reduce_in_place(*c10d::resolve_process_group(group_name), input, reduce_op_from(reduce_op));
   mark_written(input);
 }
@@ -104,10 +108,6 @@ void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
 // an argument.
 void all_reduce_into(const at::Tensor& input, const at::Tensor& out, const std::string& reduce_op,
                      const std::string& group_name) {
-  TORCH_CHECK_VALUE(!(input.requires_grad() && at::GradMode::is_enabled()),
-                    "ringcomm: all_reduce with out= has no gradient, and its input requires grad; "
-                    "leave out out=, or use torch.no_grad()");
-  check_no_grad(out, "all_reduce with out=", "all_reduce without it");
   TORCH_CHECK_VALUE(input.sizes() == out.sizes(), "ringcomm: all_reduce of a tensor of shape ",
                     input.sizes(), " into one of shape ", out.sizes());
   TORCH_CHECK_TYPE(input.scalar_type() == out.scalar_type(), "ringcomm: all_reduce of ",
@@ -163,7 +163,6 @@ at::Tensor all_gather(const at::Tensor& input, const std::string& group_name) {
 }
 
 void broadcast_(const at::Tensor& input, int64_t src, const std::string& group_name) {
-  check_no_grad(input, "broadcast_", "broadcast");
   Tensors tensors = {input};
   const auto group = c10d::resolve_process_group(group_name);
   run_on(*group, input, [&](auto& backend, bool is_async) {
@@ -190,7 +189,6 @@ at::Tensor reduce(const at::Tensor& input, int64_t dst, const std::string& reduc
 }
 
 void ring_all_reduce_(const at::Tensor& input, const std::string& group_name) {
-  check_no_grad(input, "ring_all_reduce_", "all_reduce");
   check_tensor(input, "ring_all_reduce_");
   ringcomm_group_of(group_name, input, "ring_all_reduce_")
       ->all_reduce(input, input, {.reduceOp = c10d::ReduceOp::SUM, .asyncOp = false},
@@ -327,31 +325,29 @@ auto eager(at::Tensor (*function)(const at::Tensor&, Options...)) {
   };
 }
 
-bool is_ours(const c10::IValue& value) {
-  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-  if (!value.isObject() || *value.type() != *c10::getCustomClassType<Group>()) return false;
-  const auto group = value.toCustomClass<c10d::ProcessGroup>();
-  const auto backend = backend_for(*group, c10::DeviceType::CPU);
-  return dynamic_cast<ProcessGroupRingcomm*>(backend.get()) != nullptr;
-}
-
 // Of views with a negative or a conjugate bit torch's dispatcher would hand a backend copies, and
 // drop what a collective writes there. ringcomm gets the views: it writes to those of the second
-// kind, and check_tensor() refuses the others, such as z.conj().imag. Other backends get copies.
+// kind, and check_tensor() refuses the others, such as z.conj().imag. Other backends, also of the
+// same group for another device, get copies.
 template <c10::DispatchKey kKey>
 void pass_views(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto resolved = [](const at::Tensor& tensor) {
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  const auto begin = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  const c10::IValue& group = *std::find_if(begin, stack->end(), [](const c10::IValue& value) {
+    return value.isObject() && *value.type() == *c10::getCustomClassType<Group>();
+  });
+  const auto passed = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || ringcomm_for(*group.toCustomClass<c10d::ProcessGroup>(), tensor))
+      return tensor;
     return kKey == c10::DispatchKey::Negative ? tensor.resolve_neg() : tensor.resolve_conj();
   };
-  const auto begin = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
-  if (std::none_of(begin, stack->end(), is_ours))
-    std::for_each(begin, stack->end(), [&](c10::IValue& value) {
-      if (value.isTensor() && value.toTensor().defined()) value = resolved(value.toTensor());
-      if (!value.isTensorList()) return;
-      c10::List<at::Tensor> tensors;
-      for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(resolved(tensor));
-      value = std::move(tensors);
-    });
+  std::for_each(begin, stack->end(), [&](c10::IValue& value) {
+    if (value.isTensor()) value = passed(value.toTensor());
+    if (!value.isTensorList()) return;
+    c10::List<at::Tensor> tensors;
+    for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(passed(tensor));
+    value = std::move(tensors);
+  });
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
 
@@ -400,9 +396,12 @@ TORCH_LIBRARY(ringcomm, m) {
 }
 
 TORCH_LIBRARY_IMPL(ringcomm, Autograd, m) {
-  for (const char* const name : {"all_reduce_", "all_reduce_into", "broadcast_", "ring_all_reduce_",
-                                 "all_reduce_add_rms_norm_", "reduce_scatter_update_all_gather_"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
+  m.impl("all_reduce_", refuse_grad("all_reduce, or "));
+  m.impl("all_reduce_into", refuse_grad("all_reduce without out=, or "));
+  m.impl("broadcast_", refuse_grad("broadcast, or "));
+  m.impl("ring_all_reduce_", refuse_grad("all_reduce, or "));
+  m.impl("all_reduce_add_rms_norm_", refuse_grad("torch.inference_mode(), or "));
+  m.impl("reduce_scatter_update_all_gather_", refuse_grad());
 }
 
 TORCH_LIBRARY_IMPL(c10d, Negative, library) { register_views<c10::DispatchKey::Negative>(library); }

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <map>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings/tensors.h"
@@ -24,6 +24,12 @@ struct GroupOptions final : c10d::Backend::Options {
 };
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+/// After a wait: torch keeps works, and their tensors, that a compiled function may await.
+inline void unregister(c10d::Work& work) {
+  if (c10d::allow_inflight_collective_as_graph_input())
+    c10d::unregister_work(WorkPtr::reclaim_copy(&work));
+}
 
 /// A send or receive of a tensor of `info.device`; `item` has one buffer of bytes, and its `finish`
 /// is for afterwards.

@@ -42,7 +42,6 @@ void reduce_scatter_update_all_gather_(const at::Tensor& param, const at::Tensor
                                        at::ArrayRef<double> numbers, bool nesterov, int64_t step,
                                        bool average, double grad_scale) {
   const UpdateTensors tensors = {param, grad, states, master};
-  check_no_grad(param, kFusedUpdate, "");
   ringcomm_group_of(group_name, param, kFusedUpdate)
       ->reduce_update_gather(
           tensors, update_spec_of(tensors, optimizer, numbers, nesterov, step, grad_scale),

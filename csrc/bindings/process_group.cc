@@ -232,7 +232,7 @@ bool ProcessGroupRingcomm::is_in_call() {
   return communicator_ != nullptr && communicator_->is_in_call();
 }
 
-bool ProcessGroupRingcomm::has_left() {
+bool ProcessGroupRingcomm::is_destroyed_or_failed() {
   const std::lock_guard lock(mutex_);
   return communicator_ == nullptr || communicator_->failure().has_failed();
 }
@@ -316,7 +316,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(
   }();
   // torch names a group of the same ranks the same again once an earlier one has been destroyed.
   if (last != nullptr && last->getBackendOptions()->group_name == opts->group_name &&
-      !static_cast<ProcessGroupRingcomm&>(*last).has_left())
+      !static_cast<ProcessGroupRingcomm&>(*last).is_destroyed_or_failed())
     return last;
   // A copy: c10d hands the same options to every split.
   const auto* given = dynamic_cast<const GroupOptions*>(opts.get());

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/record_function.h>
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
@@ -15,9 +16,15 @@
 namespace ringcomm {
 
 /// Starts a call in the engine. Collectives that are not asynchronous run to their end, in this
-/// thread if nothing is before them; they throw their error and return null.
+/// thread if nothing is before them; they throw their error and return null, or a work if
+/// torch_wants_works().
 WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const CallInfo& info,
                         const WaitLimits& limits, std::vector<TensorCall> calls, Tensors results);
+/// Whether torch needs a work of every call: for a profiler, or to register those that a compiled
+/// function may await.
+inline bool torch_wants_works() {
+  return at::hasCallbacks() || c10d::allow_inflight_collective_as_graph_input();
+}
 /// The titles of calls (CallInfo), by their numbers in a trace.
 std::vector<std::string> call_titles();
 /// All works that were started in a coalesced block, as one.
@@ -162,7 +169,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void leave(bool is_asked);
   void abort(const std::string& why);
   bool is_in_call();
-  bool has_left();
+  bool is_destroyed_or_failed();
   /// The way of all other calls: recorded, profiled, coalesced, to the engine or to a device.
   WorkPtr start(const CallInfo& info, std::vector<TensorCall> calls, Tensors results);
   WorkPtr start(const CallInfo& info, TensorCall item, Tensors results);

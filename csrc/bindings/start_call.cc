@@ -23,8 +23,8 @@ bool is_plain(const at::Tensor& tensor) {
          !tensor.is_conj() && !tensor.is_neg() && tensor.storage().nbytes() > 0;
 }
 
-// By a profiler or a trace, which get what start() knows of a call.
-bool is_observed() { return at::hasCallbacks() || recorder::is_tracing(); }
+// By torch or a trace, which get what start() knows of a call.
+bool is_observed() { return torch_wants_works() || recorder::is_tracing(); }
 
 TensorCall all_reduce_call(const at::Tensor& input, const at::Tensor& output,
                            const c10d::ReduceOp& op) {
@@ -79,8 +79,7 @@ WorkPtr ProcessGroupRingcomm::allreduce_coalesced(Tensors& tensors,
 WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
   CallInfo info{c10d::OpType::BARRIER, "ringcomm:barrier", opts};
   info.device = opts.device.value_or(c10::Device(c10::kCPU));
-  if (info.device->is_cpu() && !opts.asyncOp && !is_observed() &&
-      !c10d::allow_inflight_collective_as_graph_input()) {
+  if (info.device->is_cpu() && !opts.asyncOp && !is_observed()) {
     with_python_errors([&] { communicator()->run({}, limits_of(opts.timeout)); });
     return {};
   }
@@ -94,8 +93,6 @@ WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
 bool ProcessGroupRingcomm::fits_at_once(const at::Tensor& input, const at::Tensor& output,
                                         const c10d::ReduceOp* op) const {
   if (!is_plain(input) || is_observed()) return false;
-  // torch registers the work of every call then.
-  if (c10d::allow_inflight_collective_as_graph_input()) return false;
   if (!output.is_same(input) &&
       (!is_plain(output) || input.device() != output.device() || input.dtype() != output.dtype()))
     return false;

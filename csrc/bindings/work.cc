@@ -1,5 +1,4 @@
 #include <ATen/core/ivalue.h>
-#include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -120,12 +119,6 @@ Continuations& continuations(int level) {
 
 c10::intrusive_ptr<Future> make_future() {
   return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
-}
-
-// torch keeps works, and their tensors, that a compiled function may await.
-void unregister(c10d::Work& work) {
-  if (c10d::allow_inflight_collective_as_graph_input())
-    c10d::unregister_work(c10::intrusive_ptr<c10d::Work>::reclaim_copy(&work));
 }
 
 Tensors take_profiled(std::vector<TensorCall>& calls) {
@@ -283,17 +276,8 @@ class EngineWork final : public c10d::Work {
   bool is_future_marked_ = false;  // or about to be
 };
 
-// Runs collectives to their end, within the event that torch's works record: an asynchronous one,
-// for profilers tell a backend's calls by that.
-void run(Communicator& communicator, const char* title, const WaitLimits& limits,
-         std::vector<TensorCall>& calls) {
-  std::vector<c10::IValue> inputs;
-  at::RecordFunction event(at::RecordScope::USER_SCOPE);
-  if (event.isActive()) {
-    event._setAsync();
-    for (const at::Tensor& tensor : take_profiled(calls)) inputs.emplace_back(tensor);
-    event.before(title, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
-  }
+// Runs collectives to their end.
+void run(Communicator& communicator, const WaitLimits& limits, std::vector<TensorCall>& calls) {
   with_python_errors([&] {
     for (TensorCall& item : calls) {
       item.link();
@@ -319,7 +303,7 @@ class CoalescedWork final : public c10d::Work {
       if (const std::exception_ptr error = work->exception(); error != nullptr) return error;
     return nullptr;
   }
-  // Waits for all, for `timeout` in all; throws the first error among them.
+  // Waits for one after the other, for `timeout` in all; throws the first error.
   bool wait(std::chrono::milliseconds timeout) override {
     const auto deadline = deadline_after(timeout);
     for (const auto& work : works_) {
@@ -363,10 +347,8 @@ class CoalescedWork final : public c10d::Work {
 WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const CallInfo& info,
                         const WaitLimits& limits, std::vector<TensorCall> calls, Tensors results) {
   const bool is_message = c10d::isP2POp(info.op_type);
-  // torch registers the work of every call then, and cannot do without one.
-  const bool wants_work = c10d::allow_inflight_collective_as_graph_input();
-  if (!is_message && !info.is_async && !wants_work) {
-    run(*communicator, info.title, limits, calls);
+  if (!is_message && !info.is_async && !torch_wants_works()) {
+    run(*communicator, limits, calls);
     return {};
   }
   auto work = c10::make_intrusive<EngineWork>(communicator, info.op_type, info.title,

@@ -162,8 +162,10 @@ OrderedQueue::Request Communicator::submit(const Collective& call, const WaitLim
         [this, call = call, limits, done = std::move(done)](std::uint64_t number) mutable {
           done(error_of([&] { execute(call, limits, number); }));
         });
-  } catch (const std::system_error& no_thread) {
-    end_with(name_of(call.op), no_thread);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& no_thread_or_memory) {
+    end_with(name_of(call.op), no_thread_or_memory);
   }
 }
 

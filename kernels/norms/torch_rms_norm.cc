@@ -1,7 +1,6 @@
 #include "kernels/norms/torch_rms_norm.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -24,9 +23,6 @@ void check_add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
                       ", got strides ", tensor.strides(), " for shape ", tensor.sizes());
     TORCH_CHECK_TYPE(tensor.scalar_type() == input.scalar_type(), "ringcomm: ", kOp, " needs ",
                      name, " in the input's ", input.scalar_type(), ", got ", tensor.scalar_type());
-    TORCH_CHECK_VALUE(!(tensor.requires_grad() && at::GradMode::is_enabled()), "ringcomm: ", kOp,
-                      " has no gradient, and its ", name,
-                      " requires grad; use torch.inference_mode() or torch.no_grad()");
   }
   TORCH_CHECK_VALUE(input.dim() > 0 && input.size(-1) > 0, "ringcomm: ", kOp,
                     " needs an input of shape (..., features), got ", input.sizes());

@@ -154,7 +154,6 @@ WeightRun WeightArray::run(std::int64_t begin, std::int64_t num_elems) const {
 }
 
 void WeightArray::check_writable(std::initializer_list<at::Tensor> read) const {
-  check_no_grad(weight_, op_, "");
   if (low_.has_value()) check_apart(weight_, *low_, op_);
   for (const at::Tensor& tensor : read) {
     check_apart(weight_, tensor, op_);

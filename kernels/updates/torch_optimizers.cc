@@ -67,7 +67,6 @@ void optimizer_update_(const at::Tensor& param, const at::Tensor& grad, at::Tens
                        double grad_scale) {
   const UpdateTensors tensors = {param, grad, states, master};
   UpdateSpec spec = update_spec_of(tensors, optimizer, numbers, nesterov, step, grad_scale);
-  check_no_grad(param, kLocalName, "");
   check_operand(param, "the parameters", param);
   check_operand(grad, "the gradient", param);
   check_float(param, "the parameters", kLocalName);

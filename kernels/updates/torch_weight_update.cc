@@ -232,7 +232,7 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
 TORCH_LIBRARY_IMPL(ringcomm, Autograd, m) {
   for (const char* const name : {"sgd_update_", "linear_sgd_update_", "embedding_sgd_update_",
                                  "adalomo_update_", "optimizer_update_"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
+    m.impl(name, refuse_grad());
 }
 
 TORCH_LIBRARY_IMPL(ringcomm, CPU, m) {

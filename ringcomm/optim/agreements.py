@@ -38,6 +38,7 @@ class Replicas:
         slots: the weights, with the same indices on all ranks.
         one_pass_name: the group's name for the operator that reduces, updates and gathers; None if
             it is not supported.
+        is_checked: whether a gradient since agree() was seen to be finite.
     """
 
     def __init__(self, group: dist.ProcessGroup, slots: list[Slot], overlap: bool) -> None:
@@ -47,6 +48,7 @@ class Replicas:
         cpu = torch.device("cpu")
         is_one_pass = not overlap and cpu in devices_of(group) and takes_uneven(group, cpu)
         self.one_pass_name = group.group_name if is_one_pass else None
+        self.is_checked = False
         self._order: list[int] = []  # indices of slots; rank 0's counts
         self._arrived: list[int] = []
         self._to_reduce: deque[Slot] = deque()  # of this pass
@@ -68,6 +70,7 @@ class Replicas:
         a rank takes part in the passes that only others make, or `fails`: then the others raise
         RuntimeError. Collective.
         """
+        self.drain()  # a gradient of the pass before does not speak for this one
         slots = self.slots
         if len(self._order) != len(slots):
             uses = sorted(slots, key=lambda slot: (-slot.first_use, -slot.index))
@@ -91,6 +94,7 @@ class Replicas:
         union = [slot for slot in slots if found[slot.index]]
         self._to_reduce = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]
+        self.is_checked = False
         return found[-1] > 0
 
     def note_arrival(self, slot: Slot) -> bool:

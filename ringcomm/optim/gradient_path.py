@@ -1,11 +1,11 @@
 """The path of a gradient: it arrives, is counted, reduced over the ranks, and kept or applied.
 
-docs/design/optim.md has the picture.
+"The path of a gradient" in docs/design/optim.md has it as a table.
 """
 
 import math
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,6 @@ class GradientPath:
     """
 
     _facts: StepFacts
-    _is_checked: bool  # whether the first gradient was checked
     _has_gradient: bool  # whether this step has a reduced gradient, so that step() ends it
     _has_overflow: bool
     _updated: list[str]  # weights, when the last backward pass ended
@@ -61,6 +60,7 @@ class GradientPath:
         self.grad_norm: float | None = None
         self.waits_for_step = False
         self._passes: OpenPasses[bool] = OpenPasses()  # with a gradient; whether they are nested
+        self.is_checked = False  # whether a gradient of this pass was seen to be finite
         self._phase = "plain"  # of a backward() with two passes: "facts", then "update"
         self._factor = 1.0  # of gradients that are applied in the backward pass
         self._forget_gradients()
@@ -86,7 +86,7 @@ class GradientPath:
             is_new = slot.collect()
             if gradient is None and not is_new:
                 return  # a function has returned None, or the weight is frozen now
-            awaits_more = slot.awaits_more(is_nested=is_nested)
+            awaits_more = slot.note_arrival(is_nested=is_nested)
             if not awaits_more:
                 self._check_step()
                 slot.count(self._num_parts)
@@ -141,7 +141,9 @@ class GradientPath:
             for root in roots_of_pass():
                 if root.grad_fn is not None:
                     root.grad_fn.register_prehook(again)
-        return running_functions()[1] is not None or bool(self._passes)
+        is_nested = running_functions()[1] is not None or bool(self._passes)
+        self.is_checked = self.is_checked and is_nested
+        return is_nested
 
     def _runs_again(self, before: BackwardPass, _: Any) -> None:
         """Called when a graph runs again; torch would not say what has changed its weights."""
@@ -202,7 +204,7 @@ class GradientPath:
             self._reduced(slot, gradient)
             return
         grad, name = gradient.dense(), slot.replicas.one_pass_name
-        if name and (self._is_checked or self._phase == "update"):
+        if name and (slot.replicas.is_checked or self._phase == "update"):
             self._has_gradient = slot.is_written = True
             if self._optimizer.update_replicas(name, slot, grad, self._factor / slot.divisor):
                 slot.hide()
@@ -224,14 +226,15 @@ class GradientPath:
             is_kept = mode == "deferred"
             self._facts.add(gradient, slot.sharding, with_norm=with_norm, is_kept=is_kept)
             return
-        if mode == "immediate" and not (self._is_checked or slot.divisor > 1):
-            # A NaN loss appears in the first gradient, before anything is written.
+        checked = slot.replicas or self
+        if mode == "immediate" and not (checked.is_checked or slot.divisor > 1):
+            # A NaN loss appears in the first gradient, before the pass has written anything.
             if not gradient.is_finite():
                 raise RuntimeError(
                     f"the gradient of {slot.name}, the first of this backward pass, is not finite;"
-                    " no weight has been written"
+                    " the pass has written no weight"
                 )
-            self._is_checked = True
+            checked.is_checked = True
         slot.is_written = True
         self._optimizer.update(slot, gradient, self._factor / slot.divisor)
         slot.hide()
@@ -302,11 +305,16 @@ class GradientPath:
         """Other ranks may have had gradients; two passes agree in backward() alone."""
         return self._mode != "two_pass" or self._phase != "plain"
 
-    def fail_pass(self) -> None:
-        """Instead of end_pass() on a rank that raises: the others raise where they agree."""
-        for replicas in self.replicas if self._agrees() else ():
-            with suppress(Exception):
-                replicas.agree(None, fails=True)
+    @contextmanager
+    def failing_for_all(self) -> Iterator[None]:
+        """A context in place of end_pass() where it raises: the others raise where they agree."""
+        try:
+            yield
+        except Exception:
+            for replicas in self.replicas if self._agrees() else ():
+                with suppress(Exception):
+                    replicas.agree(None, fails=True)
+            raise
 
     def finish(self) -> bool:
         """Applies deferred gradients; returns whether the step was made or skipped."""
@@ -362,4 +370,4 @@ class GradientPath:
         for slot in self.slots:
             slot.forget()
         self._facts, self._updated = StepFacts(), []
-        self._is_checked = self._has_gradient = self._has_overflow = self.is_scaled = False
+        self.is_checked = self._has_gradient = self._has_overflow = self.is_scaled = False

@@ -101,18 +101,16 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         Collective if gradients are reduced or weights are sharded.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._path.check_continues()
+        with self._path.failing_for_all():
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._path.check_continues()
         try:
-            try:
+            with self._path.failing_for_all():
                 self.check_model()
                 for slot in self._path.slots:
                     slot.see_dropped()
-            except Exception:
-                self._path.fail_pass()
-                raise
             self._path.end_pass()
             if self._path.finish():
                 for group in self.param_groups:

@@ -196,7 +196,7 @@ class Slot:
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a gradient that was not taken."""
+        """Whether there is a gradient that was not taken; collects `.grad` first."""
         self.collect()
         return self.total is not None
 
@@ -306,8 +306,8 @@ class Slot:
         """Whether the hook that reports gradients runs after users'."""
         return next(reversed(accumulate_hooks_of(self.param))) == self.hook_id
 
-    def awaits_more(self, *, is_nested: bool) -> bool:
-        """Called when a gradient arrives: whether this backward pass will produce more of it.
+    def note_arrival(self, *, is_nested: bool) -> bool:
+        """Notes that a gradient arrives; returns whether this backward pass will bring more of it.
 
         A reentrant checkpoint (Chen et al. 2016, the first form of torch.utils.checkpoint) runs
         each segment without gradients, then again in a nested backward pass. The gradient of a

@@ -33,6 +33,15 @@ def check_rows(named: Sequence[tuple[str, Any]], num_parts: int) -> None:
             raise ValueError(f"the {name} have {num_rows} rows, but the inputs {first}")
 
 
+def check_values(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for tensors on the meta device."""
+    for name, value in named:
+        if value.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, but this rank's stages need its values"
+            )
+
+
 class Batch(NamedTuple):
     """The arguments of a model for rows of a batch, and the targets of the loss."""
 

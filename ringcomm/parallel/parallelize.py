@@ -145,7 +145,17 @@ def parallelize(
     words: Any = {"elementwise": elementwise, "whole": whole}
     asks = partial(needs_whole, is_copied=stage > 0, **words) if is_split or stage > 0 else None
     takes_list = stage in (1, 2) or (stage == 3 and dims.pp == 1)
-    first = _check_model(described, adapter, options, optimizer, asks, takes_list=takes_list)
+    data_mesh, pipe = dims["hsdp"] if dims.dp > 1 else dims["fsdp"], None
+    check_zero = partial(
+        zero.check_arguments,
+        options=ShardOptions(**shard_options),
+        stage=stage,
+        mesh=data_mesh if stage == 3 else None,
+        words=(elementwise, whole),
+    )
+    first = _check_model(
+        described, adapter, options, optimizer, asks, check_zero if takes_list else None
+    )
     was_meta = any(param.is_meta for param in described.weights)
     start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))
     loss = adapter.split(**tensor_options)
@@ -153,7 +163,6 @@ def parallelize(
         save_full(given_model)
     if dims.pp == 1 and (dims.tp == 1 or adapter.is_split):
         _check_replicas(given_model, dims)
-    data_mesh, pipe = dims["hsdp"] if dims.dp > 1 else dims["fsdp"], None
     if dims.pp > 1:
         mesh = data_mesh if stage == 3 else None
         wrap = partial(_wrap_stage, dims=dims, mesh=mesh, was_meta=was_meta)
@@ -218,10 +227,9 @@ def _check_model(
     options: Mapping[str, Any],
     optimizer: MakeOptimizer,
     asks: Any,
-    *,
-    takes_list: bool,
+    check_zero: Callable[..., Any] | None,
 ) -> Any:
-    """What `optimizer` returns for the unsplit model.
+    """What `optimizer` returns for the unsplit model; `check_zero` checks it for zero.shard().
 
     Raises the same error on all ranks. Collective.
     """
@@ -233,7 +241,9 @@ def _check_model(
         )
         loss = adapter.check_loss()
         made = optimizer(described.module.parameters())
-        if not (takes_list or isinstance(made, torch.optim.Optimizer)):
+        if check_zero is not None:
+            check_zero(described.module, optimizers_of(made))
+        elif not isinstance(made, torch.optim.Optimizer):
             raise ValueError(
                 "several optimizers together are one of zero.shard(): set zero_stage to 1, 2 or 3,"
                 " with a pipeline to 1 or 2"
@@ -293,8 +303,10 @@ def _check_options(
     sequence_parallel: bool,
     gather_logits: bool,
 ) -> None:
-    # For its errors, before anything is sent; "units" is the one option of shard() that it lacks.
-    ShardOptions(**{name: value for name, value in shard_options.items() if name != "units"})
+    for name in ("units", "offload_weights"):
+        if name in shard_options:
+            raise TypeError(f"parallelize() has no {name}: zero.shard() has it")
+    ShardOptions(**shard_options)  # for its errors, before anything is sent
     given = ", ".join(sorted(shard_options))
     problems = {
         f"num_microbatches must be a positive number, got {num_microbatches}": num_microbatches < 1,

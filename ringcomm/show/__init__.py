@@ -14,6 +14,7 @@ import json
 import math
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from importlib import resources
 from operator import itemgetter
 from pathlib import Path
@@ -243,16 +244,12 @@ def loss(num_ranks: int) -> dict[str, Any]:
     return {"logits": logits, "target": 3, "ranks": num_ranks}
 
 
-def trace(path: Path) -> dict[str, Any]:
-    """Of page `trace`: a trace of `ringcomm trace`. Times are in µs."""
+def _shown_events(found: list[dict[str, Any]], rows: dict[Any, int]) -> Iterator[dict[str, Any]]:
+    """Of the events of a trace, those of the page. `rows`: the row of each `pid`."""
     from ringcomm.trace.merge import is_wait_for_peer
 
-    found = load(path)
     kinds = {"program": "program", "collective": "call"}
-    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
-    rows = {pid: row for row, pid in enumerate(sorted(names))}
     messages = {e["id"]: e["ts"] for e in found if e["ph"] == "e"}
-    events = []
     for e in found:
         if (e["ph"], e.get("cat")) == ("b", "message"):
             kind, end = "message", messages[e["id"]]
@@ -263,7 +260,18 @@ def trace(path: Path) -> dict[str, Any]:
         args = e["args"]
         about = {"rank": rows[e["pid"]], "kind": kind, "name": e["name"]}
         about |= {"begin": e["ts"], "end": round(end, 3), "seq": args.get("seq")}
-        events.append(about | {"peer": args.get("rank"), "unfinished": "unfinished" in args})
+        yield about | {"peer": args.get("rank"), "unfinished": "unfinished" in args}
+
+
+def trace(path: Path) -> dict[str, Any]:
+    """Of page `trace`: a trace of `ringcomm trace`. Times are in µs."""
+    try:
+        found = load(path)
+        names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+        rows = {pid: row for row, pid in enumerate(sorted(names))}
+        events = [*_shown_events(found, rows)]
+    except (AttributeError, LookupError, TypeError):
+        raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
     if not events:
         raise ValueError(f"{path} has no call")
     events.sort(key=lambda event: event["begin"])

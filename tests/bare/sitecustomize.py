@@ -1,4 +1,4 @@
-"""Hides the packages that ringcomm goes without: PYTHONPATH=tests/bare (make test-bare)."""
+"""Hides the packages that ringcomm goes without: PYTHONPATH=tests/bare (.ci/run bare)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs programs of other projects over Gloo and over ringcomm, and compares what they compute.
 
-Usage: make test-clients ARGS="[NAME...] [--short] [--source NAME=FOLDER] [--record]"
+Usage: python tests/clients/run_clients.py [NAME...] [--short] [--source NAME=FOLDER] [--record]
 
 A client is a file of this folder with REQUIREMENTS; client_files.py has its constants. Each run is
 bounded, and its environment and source are kept in .cache/clients. Ends with status 1 if a client
@@ -29,7 +29,7 @@ STYLES = {"equal": "green", "close": "green", "only ringcomm": "green"}
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
-        prog="make test-clients", description=(__doc__ or "").splitlines()[0]
+        prog="python tests/clients/run_clients.py", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="files that begin so (default: all)")

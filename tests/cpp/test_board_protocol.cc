@@ -143,6 +143,24 @@ TEST_CASE("a wait on a board names the rank that it waited for") {
   CHECK(refusal.last_peer() == 2);
 }
 
+TEST_CASE("a rank that takes back its buffers waits for all readers") {
+  BoardMemory memory;
+  testing::Refusal refusal(WaitStatus::kTimeout);
+  Arch arch(refusal, 0);
+  arch.budget() = SpinBudget::none();
+  const BoardGeometry geometry = memory.geometry(3);
+  Board<Arch> lender(arch, geometry, 0);
+  Board<Arch> reader(arch, geometry, 1);
+  lender.publish();
+  reader.publish();
+  CHECK(reader.rejoin() == WaitStatus::kTimeout);  // it has begun the next phase
+  CHECK(lender.rejoin() == WaitStatus::kTimeout);
+  CHECK(refusal.last_peer() == 2);
+  Board<Arch> late(arch, geometry, 2);
+  late.publish();
+  CHECK(late.rejoin() == WaitStatus::kNone);
+}
+
 // Negative control: a rank that fills without open() overwrites what a slow peer still reads.
 TEST_CASE("a region filled too early is seen by this test") {
   BoardMemory memory;

@@ -1,4 +1,7 @@
 // Users' messages over a messenger: matching, sizes, order, and how they end.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -81,6 +84,64 @@ TEST_CASE("message sends and receives: from any source, with the sender's rank")
     }
     expect(turns == std::vector<std::uint64_t>{0, 5, 5}, "all messages of both");
   });
+}
+
+// Its sender is known by then, and the rest does not come: rank 1 stops in the middle of its send.
+TEST_CASE("message sends and receives: from any source, awaited after its envelope has come") {
+  MemoryNetwork network(2);
+  std::atomic<bool> is_posted = false, is_open = false, is_over = false;
+  std::atomic<int> num_sent = 0;
+  network.on_start([&](int rank, int) {
+    if (!is_posted) return;
+    if (rank == 0) is_open = true;  // it receives the rest
+    if (rank == 1 && ++num_sent == 2) wait_until([&] { return is_over.load(); }, "the time-out");
+  });
+  run_message_ranks(network, 2, [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      wait_until([&] { return is_posted.load(); }, "the receive");
+      expect_error(error_of([&] { send_and_finish(communicator, 0, 7, 0, 8000); }),
+                   ErrorKind::kTimeout, {"rank 0", "failed"});
+      return;
+    }
+    const auto received = post_recv(communicator, -1, 7, 8000, 100ms);
+    is_posted = true;
+    wait_until([&] { return is_open.load(); }, "the envelope");
+    const Error error = error_of([&] { finish(communicator, received); });
+    is_over = true;
+    expect_error(error, ErrorKind::kTimeout, {"recv from rank 1 (tag 7, 8000 bytes)", "100 ms"});
+  });
+}
+
+// As a future begins it. The child is forked while this rank starts a message, with the lock.
+TEST_CASE("message sends and receives: no timeout begins in a forked child") {
+  MemoryNetwork network(2);
+  Message received;
+  std::atomic<bool> forks = false;
+  int status = -1;
+  Communicator* parent = nullptr;
+  network.on_start([&](int rank, int) {
+    if (rank != 0 || !forks.exchange(false)) return;
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(10);  // ends a child that waits for the lock
+      parent->send_recv()->begin_timeout(received.op);
+      ::_exit(0);
+    }
+    ::waitpid(child, &status, 0);
+  });
+  run_message_ranks(network, 2, [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      recv_and_check(communicator, 0, 4, 0, 8);
+      send_and_finish(communicator, 0, 3, 0, 8);
+      return;
+    }
+    received = post_recv(communicator, 1, 3, 8);
+    parent = &communicator;
+    forks = true;
+    send_and_finish(communicator, 1, 4, 0, 8);
+    finish(communicator, received);
+  });
+  CHECK(status == 0);
 }
 
 // Each receive is one message; what the group knows of its ranks says whether one is left to send.

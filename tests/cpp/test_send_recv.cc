@@ -1,9 +1,12 @@
 // Messages: content, order, tags, sizes, and progress without help.
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <thread>
@@ -236,6 +239,45 @@ TEST_CASE("operations make progress without a waiting thread") {
     wait_until([&] { return is_done.load(); }, "an end without a wait");
     if (communicator.rank() == 1) expect_message(received, 0, 3, 0);
   });
+}
+
+// How often the first thread of that name has slept.
+long num_sleeps_of(const std::string& name) {
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream comm(task.path() / "comm"), status(task.path() / "status");
+    std::string line;
+    if (!std::getline(comm, line) || line != name) continue;
+    const std::string key = "voluntary_ctxt_switches:";
+    while (std::getline(status, line))
+      if (line.starts_with(key)) return std::stol(line.substr(key.size()));
+  }
+  return 0;
+}
+
+// The driver wakes it at each look for signals, in case it must take over.
+TEST_CASE("the queue's thread soon sleeps again while another thread drives") {
+  std::atomic<int> num_looks = 0;
+  std::vector<long> num_sleeps;  // between two looks
+  run_ranks(2, [&](Communicator& communicator) {
+    if (communicator.rank() == 0) {
+      const Message received = post_recv(communicator, 1, 1, 8);
+      const auto look = [&] { return ++num_looks < 0; };
+      communicator.send_recv()->wait(received.op, SendRecv::Clock::now() + kBound, look);
+      return finish(communicator, received);
+    }
+    long before = 0;
+    for (int i = 0; i < 21; ++i) {
+      wait_until([&] { return num_looks > i; }, "another look");
+      const long now = num_sleeps_of("ringcomm-sndrcv");
+      if (i > 0) num_sleeps.push_back(now - before);
+      before = now;
+    }
+    send_and_finish(communicator, 0, 1, 0, 8);
+  });
+  // In most of them: it begins with a hundred looks of a millisecond.
+  std::ranges::sort(num_sleeps);
+  CHECK(num_sleeps[num_sleeps.size() / 2] > 0);
+  CHECK(num_sleeps[num_sleeps.size() / 2] <= 8);
 }
 
 TEST_CASE("sends without a wait are delivered by the destructor") {

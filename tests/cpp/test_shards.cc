@@ -169,20 +169,21 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, host::Group&
 }
 
 TEST_CASE("the phases of uneven shards are those of the rank with the most to send") {
-  testing::MemoryStore store;
-  testing::run_threads(kManyRanks, [&](int rank) {
-    const host::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shards"};
-    host::Group group = testing::make_group(
-        store, identity, {.board_region_bytes = kSmallBoardBytes}, testing::kBound);
-    host::GroupWait scope(group);
-    scope.begin(kPatient);
-    ShmContext context(group, scope, 1);
-    for (const OpKind op : kUneven)
+  for (const OpKind op : kUneven) {
+    testing::MemoryStore store;
+    testing::run_threads(kManyRanks, [&](int rank) {
+      const host::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shards"};
+      host::Group group = testing::make_group(
+          store, identity, {.board_region_bytes = kSmallBoardBytes}, testing::kBound);
+      host::GroupWait scope(group);
+      scope.begin(kPatient);
+      ShmContext context(group, scope, 1);
       for (const Pattern& pattern : kPatterns) expect_few_phases(op, pattern, rank, group, context);
-    const Collective last;
-    context.begin(last);
-    barrier(context, last);
-  });
+      const Collective last;
+      context.begin(last);
+      barrier(context, last);
+    });
+  }
 }
 
 // ---- sizes that do not fit

@@ -21,7 +21,8 @@ INTRODUCTION = """\
 # PyTorch's own tests
 
 PyTorch's wheel has tests of torch.distributed (`torch.testing._internal.distributed`).
-`make test-torch` runs them over ringcomm. These are the results with torch {minor} ({made}).
+`python tests/torch/run.py` runs them over ringcomm. These are the results with torch {minor}
+({made}).
 
 Each test starts its own ranks under a time limit. No GPU is visible to it. Tests that torch's
 decorators skip are not counted. A mode is the backend name under which the tests are imported,

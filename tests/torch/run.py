@@ -1,6 +1,6 @@
 """Runs PyTorch's own distributed tests against ringcomm, and compares with Gloo.
 
-Usage: make test-torch ARGS="[--mode gloo-2] [--test 'test_all_reduce*'] [--backend gloo] ..."
+Usage: python tests/torch/run.py [--mode gloo-2] [--test 'test_all_reduce*'] [--backend gloo] ...
 
 Every test has ranks of its own, forked from a server that has imported torch's tests, and a limit
 in time. Ends with status 1 if a test fails that is not in known.py, or passes that is, or if one
@@ -38,7 +38,7 @@ MAX_RUNS_OF_RACY = 3
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
-        prog="make test-torch", description=(__doc__ or "").splitlines()[0]
+        prog="python tests/torch/run.py", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
     add("--backend", choices=("ringcomm", "gloo"), default="ringcomm")

@@ -145,6 +145,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
     else if (barrier_timeout_)
       wait_on_host(*barrier_timeout_, true);
   });
+  unregister(*this);
   return true;
 }
 

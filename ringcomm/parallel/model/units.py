@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ringcomm import torch_names
 from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
-from ringcomm.parallel.flat_collectives import device_of, place_in
+from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
 
 
@@ -208,11 +208,18 @@ def shard_units(
     start_equal_over_data(describe(model.module), [group], model.module.buffers())
 
 
+def fsdp_roots(model: nn.Module) -> list[Any]:
+    """The model, or the outermost units in one that cannot be called."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [*dict.fromkeys(root for child in model.children() for root in fsdp_roots(child))]
+
+
 def divide_gradients(module: Any, group: dist.ProcessGroup, scale: float = 1.0) -> None:
     """Makes fully_shard divide by the ranks that gradients are sums over, and a loss scale."""
-    _, num_ranks = place_in(data_group_of(module, group))
-    # Gloo supports only SUM; with one rank, torch 2.13 would divide twice.
-    module.set_force_sum_reduction_for_comms(num_ranks > 1)
+    sizes = [part.mesh_info.shard_mesh_size for part in torch_names.fsdp_groups(module)]
+    # Gloo supports only SUM; where weights are replicated only, torch 2.13 would divide twice.
+    module.set_force_sum_reduction_for_comms(max(sizes, default=1) > 1)
     module.set_gradient_divide_factor(group.size() * scale)
 
 

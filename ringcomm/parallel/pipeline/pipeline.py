@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
-from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, parameters_of
+from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, check_values, parameters_of
 from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.pipeline.blocks import (
@@ -364,20 +363,14 @@ class Pipeline:
             named = [*(("inputs", x) for x in batch), *kwargs.items()]
             check_rows([*named, *(("target", y) for y in targets)], num)
             needed = [*kwargs.items(), *(("target", y) for y in targets if self._has(-1))]
-            for name, value in [*needed, *(("inputs", x) for x in batch if self._has(0))]:
-                if value.is_meta:
-                    raise ValueError(
-                        f"{name} is on the meta device, but this rank's stages need its values"
-                    )
+            check_values([*needed, *(("inputs", x) for x in batch if self._has(0))])
             metas = tuple(meta_like(x[: len(x) // num], False) for x in (*batch, *kwargs.values()))
             self._count_labels(targets if self._has(-1) else (), num_items)
         except Exception as error:  # count_items may raise any
             problem = error
         words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
         # In another mode a block may write its input, and freezing changes what has a gradient.
-        # Units of fully_shard do not run as a second stage.
-        is_sharded = any(isinstance(m, FSDPModule) for m in self._wrapped.values())
-        key = words, autocast, *(() if is_sharded else (self.module.training, tuple(trained)))
+        key = words, autocast, self.module.training, tuple(trained)
         made = self._made.get(key)
         mine = zlib.crc32(repr(key[:2]).encode()) + ((made.number if made else 0) << 32)
         digest = torch.tensor([mine], dtype=torch.int64, device=device_of(self.group))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from ringcomm.errors import RingcommError
 from ringcomm.parallel.expert.local_experts import dry_experts
+from ringcomm.parallel.model.units import fsdp_roots
 from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
@@ -96,11 +97,31 @@ def _metas_of(value: Any) -> Metas:
 def _computed(module: StageModule, inputs: Metas, device: torch.device) -> Metas:
     """Computes them, and restores generators; notes writes into inputs."""
     devices = [device] if device.type == "cuda" else []
-    with torch.enable_grad(), torch.random.fork_rng(devices):
+    with _resharded(module), torch.enable_grad(), torch.random.fork_rng(devices):
         values = tuple(value.clone() for value in zeros(inputs, device))
         outputs = functional_call(module, _copied_buffers(module), values)
     module.writes_inputs |= any(version_of(value) > 0 for value in values)
     return _metas_of(outputs)
+
+
+@contextmanager
+def _resharded(module: nn.Module) -> Iterator[None]:
+    """For forward passes without a backward pass.
+
+    fully_shard would keep the weights of the outermost units gathered, of a pass with fake tensors
+    without values. Data-parallel ranks also gather in the same calls, whatever shapes they know.
+    """
+    try:
+        yield
+    finally:
+        for root in fsdp_roots(module):
+            if hasattr(root, "reset_iter_state"):  # from torch 2.13 on; also after an error
+                with suppress(AttributeError):  # of a root that has never run
+                    root.reset_iter_state()
+            else:
+                for unit in root.modules():
+                    if isinstance(unit, FSDPModule):
+                        unit.reshard()
 
 
 def _copied_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -118,7 +139,8 @@ def _inferred(module: StageModule, inputs: Metas, device: torch.device) -> Metas
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # otherwise it would keep fake copies of weights
     try:
-        with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with _resharded(module), torch.enable_grad(), fakes:
             value = functional_call(module, buffers, zeros(inputs, device))
         return _metas_of(value)
     except Exception:
@@ -345,20 +367,21 @@ def forward_only(
     outputs: list[Any] = list(inputs)
     for stage, module in modules.items():
         values, outputs = outputs, []
-        for micro_batch in range(plan.num_microbatches):
-            if stage == 0 or stage - 1 in modules:
-                value = values[micro_batch]
-            else:
-                value = tuple(tensor.detach() for tensor in zeros(boundaries[stage], device))
-                for tensor in value:
-                    dist.recv(tensor, group=group, group_src=plan.rank_of(stage - 1))
-            module.micro_batch = micro_batch
-            result = module(*(value if isinstance(value, tuple) else (value,)))
-            outputs.append(result)
-            if stage + 1 < plan.num_stages and stage + 1 not in modules:
-                target = plan.rank_of(stage + 1)
-                for tensor in result if isinstance(result, tuple) else (result,):
-                    sent.append(dist.isend(tensor, group=group, group_dst=target))
+        with _resharded(module):
+            for micro_batch in range(plan.num_microbatches):
+                if stage == 0 or stage - 1 in modules:
+                    value = values[micro_batch]
+                else:
+                    value = tuple(tensor.detach() for tensor in zeros(boundaries[stage], device))
+                    for tensor in value:
+                        dist.recv(tensor, group=group, group_src=plan.rank_of(stage - 1))
+                module.micro_batch = micro_batch
+                result = module(*(value if isinstance(value, tuple) else (value,)))
+                outputs.append(result)
+                if stage + 1 < plan.num_stages and stage + 1 not in modules:
+                    target = plan.rank_of(stage + 1)
+                    for tensor in result if isinstance(result, tuple) else (result,):
+                        sent.append(dist.isend(tensor, group=group, group_dst=target))
     for work in sent:
         if work is not None:
             work.wait()

@@ -150,7 +150,7 @@ def shard(
         raise ValueError("units= is for stage 3 only")
     if offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3 only")
-    described, inners = _described(
+    described, inners = check_arguments(
         model, optimizers_of(optimizer), options, stage, mesh, (elementwise, whole)
     )
     groups = [group for inner in inners for group in inner.groups]
@@ -215,7 +215,7 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
 # ---- checks, before anything is sent or changed
 
 
-def _described(
+def check_arguments(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     options: ShardOptions,

@@ -74,8 +74,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             " ringcomm.parallel.get_state_dict(model, optimizer) instead"
         )
 
-    __deepcopy__ = __reduce_ex__
-
     # ---- what users call
 
     @property
@@ -158,7 +156,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Updates the weights with the accumulated gradients, averaged over the ranks.
 
         With a loss scale, an overflow on any rank skips the step on all ranks and halves the scale.
-        The gradients are then dropped, also without zero_grad().
+        Afterwards gradients are dropped, also of a step that was made and without zero_grad().
 
         Raises:
             ValueError: the model was changed: a weight was added or moved.
@@ -292,7 +290,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """A context for replacing states outside a step. Collective."""
         yield
 
-    # ---- the step
+    # ---- the step: step() calls _agree(), and _step() _look(), _update(), which calls
+    # _step_inner(), and _forget_gradients(). A stage has its own of what is abstract.
 
     def _step_inner(self, grads: Grads, factor: float) -> None:
         """Steps of the given classes on parts of weights, by their gradients times a factor."""

@@ -23,6 +23,7 @@ from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_moves, refuse_parts, save_full
 from ringcomm.parallel.model.units import (
     divide_gradients,
+    fsdp_roots,
     refuse_create_graph,
     shard_units,
     tensors_in,
@@ -68,7 +69,7 @@ class Zero3(ZeroOptimizer):
         named = model.named_parameters()
         self._memory = [(name, param, param.detach()) for name, param in named]
         self._units: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self._roots = _fsdp_roots(model)
+        self._roots = fsdp_roots(model)
         for root in self._roots:
             root.register_forward_pre_hook(torch_names.untraced(weakly(self._forward_begins)))
             root.register_forward_hook(torch_names.untraced(weakly(self._watch_outputs)))
@@ -328,10 +329,3 @@ def _check_gathered(meshes: set[Any], module: nn.Module, _: Any) -> None:
 
 def _keep_output(module: nn.Module, _: Any, output: Any) -> Any:
     return with_own_memory(output, map(local_of, torch_names.gathered_weights(module)))
-
-
-def _fsdp_roots(model: nn.Module) -> list[Any]:
-    """The model, or the outermost units in one that cannot be called."""
-    if isinstance(model, FSDPModule):
-        return [model]
-    return [*dict.fromkeys(root for child in model.children() for root in _fsdp_roots(child))]

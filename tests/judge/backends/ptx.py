@@ -1,6 +1,6 @@
 """Faults of the CUDA kernels: nvcc's PTX of one kernel, translated and run on the CPU (tests/ptx).
 
-Of the checkout, `make test-ptx ARGS=all` has built all kernels and the tests. A fault compiles the
+Of the checkout, `.ci/run ptx-all` has built all kernels and the tests. A fault compiles the
 kernel that its detail names from a copy of csrc and kernels, and links it in place of the one that
 is built. The tests must fail with the words of the detail. tests/ptx/mutants_memory.py is no back
 end: its mutants are not rows, but all orders of the PTX that nvcc made, and one is found in so many

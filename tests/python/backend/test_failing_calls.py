@@ -3,7 +3,7 @@
 Libraries that are preloaded make calls fail, and count malloc().
 
 RINGCOMM_FAULTS=1 runs every case of failing_calls.py, RINGCOMM_FAULTS=20:3 every twentieth from
-number 3 on; `make stress` runs all.
+number 3 on; `.ci/run stress` runs all.
 """
 
 from __future__ import annotations

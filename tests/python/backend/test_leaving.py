@@ -48,6 +48,7 @@ def test_a_rank_ends_after_its_last_call(rank: int, env: str, name: str, tmp_pat
         dist.new_group()
     elif name != "init_process_group":
         CALLS[name](Tensors(rank), LAST_CALLS[name], None)
+    assert dist.is_initialized()
     if rank > 0:
         os._exit(0)
 

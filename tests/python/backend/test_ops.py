@@ -180,9 +180,9 @@ def test_refusals(rank: int) -> None:
     ones, no_gradient = torch.ones, NotImplementedError
     wrong: list[tuple[Callable[[], Any], Any, str]] = [
         (lambda: ops.all_reduce(x, "max").sum().backward(), no_gradient, "max"),
-        (lambda: all_reduce_(x), ValueError, "requires grad"),
-        (lambda: broadcast_(x, 0), ValueError, "requires grad"),
-        (lambda: ops.all_reduce(x, out=ones(4)), ValueError, "requires grad"),
+        (lambda: all_reduce_(x), ValueError, "its input requires grad; use all_reduce, or"),
+        (lambda: broadcast_(x, 0), ValueError, "use broadcast, or"),
+        (lambda: ops.all_reduce(x, out=ones(4)), ValueError, "use all_reduce without out="),
         (lambda: ops.all_reduce(ones(4), out=ones(3)), ValueError, r"shape \[4\] into .*\[3\]"),
         (lambda: ops.all_reduce(ones(4), out=ones(4).double()), TypeError, "Float into Double"),
         (lambda: ops.all_reduce(base[:4], out=base[1:]), RuntimeError, "overlap|single memory"),
@@ -191,7 +191,7 @@ def test_refusals(rank: int) -> None:
         (lambda: ops.reduce_scatter(ones(3)), ValueError, "multiple of 2"),
         (lambda: ops.all_gather(torch.tensor(1.0)), ValueError, "scalar"),
         (lambda: ops.broadcast(ones(2), 5), ValueError, "5"),
-        (lambda: ring_all_reduce_(x), ValueError, "requires grad"),
+        (lambda: ring_all_reduce_(x), ValueError, "use all_reduce, or"),
         (lambda: ops.all_reduce(ones(2), dist.ReduceOp.SUM), RuntimeError, "'reduce_op'"),  # type: ignore[arg-type]
         (lambda: ops.broadcast(ones(2), "0"), RuntimeError, "'src'"),  # type: ignore[arg-type]
     ]

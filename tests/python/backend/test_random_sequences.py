@@ -1,7 +1,7 @@
 """Random sequences of calls on overlapping groups of four ranks, against numpy.
 
-CI runs the same sequences each time; `make stress` runs 10,000 others and prints their seed, which
-RINGCOMM_SEQUENCE_SEED sets. What fails is printed with the command that runs it again.
+CI runs the same sequences each time; `.ci/run stress` runs 10,000 others and prints their seed,
+which RINGCOMM_SEQUENCE_SEED sets. What fails is printed with the command that runs it again.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def check(case: Case, marks: str) -> None:
     except RankFailure as failure:
         wrong = [str(failure)]
     if wrong:
-        command = f"RINGCOMM_SEQUENCE={shlex.quote(repr(case))} make stress"
+        again = f"RINGCOMM_SEQUENCE={shlex.quote(repr(case))} pytest -s"
+        command = f"{again} tests/python/backend/test_random_sequences.py"
         text = "\n".join([*wrong, f"\nRun this sequence again:\n{command}"])
         if IS_STRESS and not failures:  # to make it simpler may take minutes
             print(f"\n{text}", flush=True)
@@ -139,7 +140,7 @@ def run_all(case: Case, marks: str, mutation: str = "") -> list[list[str]]:
 
 
 def explore(strategy: st.SearchStrategy[Case], num_cases: int, piece: int, marks: str) -> None:
-    """Runs drawn cases: always the same in CI, of a seed that is printed under `make stress`."""
+    """Runs drawn cases: always the same in CI, of a seed that is printed under `.ci/run stress`."""
 
     @settings(
         max_examples=num_cases,

@@ -1,4 +1,4 @@
-"""The soak of soak.py: some seconds here, 10 minutes in `make stress`.
+"""The soak of soak.py: some seconds here, 10 minutes in `.ci/run stress`.
 
 RINGCOMM_SOAK_SECONDS sets how long, RINGCOMM_SOAK_SEED the seed, RINGCOMM_SOAK_GENERATION the first
 generation. A failure prints all three.
@@ -34,8 +34,9 @@ def test_soak(tmp_path: Path) -> None:
     report = soak(make_pool, tmp_path, SEED, SECONDS, first=FIRST, kinds=kinds)
     print(report.text())
     last = FIRST + report.num_generations - 1
-    target = "stress" if IS_STRESS else "test-python ARGS='-k test_soak'"
-    again = f"RINGCOMM_SOAK_SEED={SEED} RINGCOMM_SOAK_GENERATION={last} make {target}"
+    again = f"RINGCOMM_SOAK_SEED={SEED} RINGCOMM_SOAK_GENERATION={last}"
+    again += f" RINGCOMM_SOAK_SECONDS={SECONDS:g}" if IS_STRESS else ""
+    again += " pytest -s tests/python/backend/test_soak.py"
     assert not report.wrong, "\n".join([*report.wrong[:20], "", f"Run it again: {again}"])
     assert report.num_generations > 0
 

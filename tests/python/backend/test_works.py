@@ -24,6 +24,7 @@ from sequences import run_calls
 from test_collectives import covering_calls
 from torch import Tensor
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringcomm import Options, message_backend
 
@@ -241,6 +242,38 @@ def test_works_of_compiled_programs_are_forgotten(rank: int) -> None:
         dist.all_reduce(x)
         torch.ops._c10d_functional.wait_tensor(x)
         assert (num_kept(), x.tolist()) == (0, [16.0] * 4)
+        dist.barrier()  # torch cannot register the work of a call that has none
+        assert num_kept() == 0
+
+
+class Handed(TorchDispatchMode):
+    """Keeps the tensors that torch's dispatcher hands to a backend, and goes no further."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        self.tensors += args[0]
+        raise InterruptedError
+
+
+@in_ranks(1)
+def test_another_backend_of_a_group_gets_no_views(rank: int) -> None:
+    """As NCCL in cpu:ringcomm,cuda:nccl: it would send a conjugate view's memory as it is."""
+    other: Any = dist.new_group(backend="fake")
+    group: Any = dist.new_group(backend="cpu:ringcomm")
+    kind = dist.ProcessGroup.BackendType.MPI
+    group._register_backend(torch.device("meta"), kind, other._get_backend(torch.device("cpu")))
+    for device, are_views in (("cpu", True), ("meta", False)):
+        conjugate = torch.ones(2, dtype=torch.cfloat, device=device).conj()
+        for view in (conjugate, conjugate.imag):
+            with Handed() as handed, pytest.raises(InterruptedError):
+                group.allreduce([view])
+            (tensor,) = handed.tensors
+            assert (tensor.is_conj() or tensor.is_neg()) == are_views, (device, view.dtype)
 
 
 @in_ranks(2, TRANSPORTS)

@@ -153,7 +153,7 @@ def test_a_rank_that_dies_at_a_step_is_named_by_all(how: str, step: int) -> None
     assert check_deaths(how, [step]) == 1
 
 
-@pytest.mark.skipif(os.environ.get("RINGCOMM_DEATHS") != "all", reason="minutes: make test-deaths")
+@pytest.mark.skipif(os.environ.get("RINGCOMM_DEATHS") != "all", reason="minutes: .ci/run deaths")
 @pytest.mark.parametrize("how", ["two GPUs", "turns"])
 def test_a_rank_that_dies_at_any_step_is_named_by_all(how: str) -> None:
     assert check_deaths(how, range(5, 2000, 7)) > 30

@@ -2,7 +2,7 @@
 
 The kernels themselves are tested in tests/ptx/test_loss_rows.cc. Here: which calls they serve, what
 they are launched with, streams and graphs. The right results are those of the CPU's operator.
-Only nvcc compiles these kernels, so most of it runs in `make test-ptx`.
+Only nvcc compiles these kernels, so most of it runs in `.ci/run ptx`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from cluster_cases import BF16, FP16, SERVED, by_clusters, check_served, options_of, random_rows
 from emulated_gpu import in_emulated_ranks
 
-# make test-ptx runs them all.
+# .ci/run ptx runs them all.
 pytestmark = [pytest.mark.slow, emulated_gpu.needs_emulated_gpu]
 alone = in_emulated_ranks(1, backend=None)
 by_ptx = pytest.mark.skipif(not emulated_gpu.PTX_FORM, reason="without RINGCOMM_TEST_PTX")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import device, held, in_gpu_ranks, module, on_all_gpus
 from torch import Tensor
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 from ringcomm.torch_names import all_gather_single
 
@@ -151,6 +152,18 @@ def test_works_outlive_their_group(rank: int) -> None:
         work.wait()
         assert work.is_completed()
         assert work.is_success()
+
+
+@in_gpu_ranks(on_all_gpus)
+def test_works_of_compiled_programs_are_forgotten(rank: int) -> None:
+    """torch keeps the works, and so the tensors, of calls that a compiled function may await."""
+    num_kept = torch._C._distributed_c10d._get_work_registry_size
+    tensor = ones()
+    with allow_inflight_collective_as_graph_input_ctx():
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.all_reduce(tensor)
+        assert num_kept() == 0
+    assert holds(tensor, float(dist.get_world_size()) ** 2)
 
 
 @in_gpu_ranks(on_all_gpus)

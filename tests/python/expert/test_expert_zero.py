@@ -23,9 +23,9 @@ from full_states import (
     load_parts,
     save_parts,
 )
-from one_process import adamw, muon
 from oracle import all_equal
 from ranks import in_ranks, run_ranks
+from rows import adamw, muon
 from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

@@ -56,13 +56,19 @@ OPTIONS: dict[str, Any] = {"weight": WEIGHT, "ignore_index": 0, "label_smoothing
 SHORT: dict[str, Any] = {"weight": WEIGHT, "ignore_index": 0}
 KNOWN: dict[str, tuple[Any, Any]] = {
     "cross_entropy": (F.cross_entropy, labelled()),
+    # https://github.com/pytorch/pytorch/issues/31579: a rank has most of the ignored pixels.
     "cross_entropy of pixels": (F.cross_entropy, pixels()),
     "cross_entropy of probabilities": (nn.CrossEntropyLoss(WEIGHT), probabilities()),
+    # https://github.com/pytorch/pytorch/issues/72047: weights are in the denominator of the mean.
+    # https://github.com/NVIDIA-NeMo/Automodel/issues/1336: a pad id between the classes.
     "partial": (partial(F.cross_entropy, **OPTIONS), labelled(0)),
     "module": (nn.CrossEntropyLoss(**OPTIONS), labelled(0)),
+    # https://github.com/karpathy/nanochat/pull/623: -1 is the label of padding.
     "partial of a module": (partial(nn.CrossEntropyLoss(ignore_index=-1)), labelled(-1)),
     "nll": (partial(F.nll_loss, **SHORT), labelled(0)),
     "NLL": (nn.NLLLoss(**SHORT), labelled(0)),
+    # https://github.com/Lightning-AI/pytorch-lightning/issues/2924,
+    # https://github.com/huggingface/transformers/issues/24839: a smaller last batch.
     "mse": (F.mse_loss, values()),
     "MSE": (nn.MSELoss(), values()),
     "l1": (F.l1_loss, values()),
@@ -122,6 +128,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "old sum": (partial(F.mse_loss, size_average=False), SAYS),
     "weights of values": (partial(MSE, weight=torch.ones(ROWS, 1)), SAYS),
     "divided": (partial(ringcomm.ops.cross_entropy, num_items=5), SAYS),
+    # https://github.com/pytorch/pytorch/issues/37359: ranks' gradients of a sum are averaged.
     "sum": (nn.MSELoss(reduction="sum"), "must have reduction='mean', got 'sum'"),
     "none": (partial(F.nll_loss, reduction="none"), "must have reduction='mean', got 'none'"),
     "ringcomm's sum": (ringcomm.nn.CrossEntropyLoss(reduction="sum"), "got 'sum'"),
@@ -177,6 +184,7 @@ def mean(out: Tensor, y: Tensor) -> Tensor:
 SMOOTHED = partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1)
 IN_RANKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "weights and smoothing": (SMOOTHED, SMOOTHED, {}),
+    # https://github.com/allenai/OLMo-core/pull/657: a count of 0 on a rank.
     "num_items_in_batch": (summed, mean, {}),
     "count_items": (mean, mean, {"count_items": lambda y: y.ne(-100).sum()}),
 }

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_weights
-from one_process import network, pair, same, train
 from oracle import all_equal
 from ranks import in_ranks
+from rows import Row, Training, check
 from torch import nn
 from whole_optimizers import EachWeight
 
@@ -97,6 +97,16 @@ class ClippedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.1)
         return super().step(closure)
+
+
+def network(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    first, second = nn.Linear(width, 8), nn.Linear(8, 12)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(12, 3, bias=False))
+
+
+def five_steps(made: Training) -> None:
+    made.train(range(5))
 
 
 def split_model() -> nn.Module:
@@ -200,24 +210,17 @@ def test_wrong_words(rank: int, system: str) -> None:
 def test_words_of_zero(rank: int, stage: int, kind: Any) -> None:
     """The user's word wins: a class that is elementwise may be updated as a whole."""
     word = {"elementwise": [kind]} if kind is Smooth else {"whole": [kind]}
-    both = pair(stage, lambda model: kind(model.parameters()), **word)
-    both.train(range(5), rank)
+    optimizer: Any = lambda model: kind(model.parameters())  # noqa: E731
+    check(rank, Row(five_steps, partial(network, 7), optimizer, options=word), f"zero {stage}")
 
 
 @pytest.mark.parametrize("kind", [Factored, Smooth, torch.optim.AdamW])
 @in_ranks(2)
 def test_words_of_other_systems(rank: int, kind: Any) -> None:
     word = {"elementwise": [kind]} if kind is Smooth else {"whole": [kind]}
-    alone, model = network(), network()
-    train(alone, kind(alone.parameters()), range(4))
-    optimizer = zero.shard(
-        model, offload.Offloaded(kind(model.parameters()), **word), 3, offload_weights=True
-    )
-    train(model, optimizer, range(4), rank, 2)
-    same(full_weights(model), full_weights(alone), 2e-6)
-    model = network()
-    train(model, offload.Offloaded(kind(model.parameters()), **word), range(4))
-    same(full_weights(model), full_weights(alone), 2e-6)
+    optimizer: Any = lambda model: kind(model.parameters())  # noqa: E731
+    for system in ("infinity", "offload"):
+        check(rank, Row(five_steps, partial(network, 7), optimizer, options=word), system)
     for system in ("pp", "ep", "parameter server"):
         SYSTEMS[system](kind, **word)
     if kind is not Smooth:

@@ -219,7 +219,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
         assert all(p.is_meta or p.equal(before[n]) for n, p in model.named_parameters())
 
     llama, own = make("Llama"), own_model()
-    fsdp = {"dp": 1, "fsdp": 2}
+    fsdp, fsdp4 = {"dp": 1, "fsdp": 2}, {"dp": 2, "fsdp": 2}
     mse: dict[str, Any] = {"loss_fn": nn.functional.mse_loss}
     refused("ep is 2, but LlamaForCausalLM has neither stacked experts", {"ep": 2}, llama)
     refused("tp is 2, but Sequential has neither a tensor-parallel plan", {"tp": 2}, own, **mse)
@@ -241,6 +241,16 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("sums gradients of norms", {**fsdp, "tp": 2}, llama, sequence_parallel=True)
     refused(
         "zero_stage=0 does not use zero.shard() and has no loss_scale", {}, llama, loss_scale=2.0
+    )
+    # What zero.shard() refuses, too.
+    refused("parallelize() has no offload_weights", fsdp4, llama, offload_weights=True)
+    refused(
+        "reduce_dtype must be torch.float32 or the dtype of",
+        fsdp4,
+        llama,
+        recompute=True,
+        loss_scale=2.0,
+        reduce_dtype=torch.float16,
     )
     refused("got an unexpected keyword argument 'bucket_byte'", {}, llama,
         bucket_byte=1)  # fmt: skip

@@ -502,9 +502,53 @@ def test_an_optimizer_in_a_wrapper(forwards: bool) -> None:
     assert_close(models[0].weight, models[1].weight, rtol=0, atol=0)
 
 
+class Sharing(torch.optim.Optimizer):
+    """A wrapper with the groups and the states of its optimizer, to which schedulers attach."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+def test_a_wrapper_shares_groups_and_states_after_they_are_set() -> None:
+    """A scheduler from before sets the learning rate of the next step."""
+
+    def made() -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        wrapper = Sharing(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        return model, wrapper, torch.optim.lr_scheduler.StepLR(wrapper, 1, 0.5)
+
+    def train(model: Any, wrapper: Any, scheduler: Any) -> None:
+        for step in range(2):
+            train_step(model(torch.eye(3) + step).square().sum(), wrapper)
+            scheduler.step()
+
+    (model, wrapper, scheduler), resumed = made(), made()
+    train(model, wrapper, scheduler)
+    states = get_state_dict(model, wrapper)
+    group, state = resumed[1].param_groups[0], resumed[1].state
+    for _ in range(2):  # the second finds an optimizer that has states
+        set_state_dict(*resumed[:2], *states)
+    assert resumed[1].param_groups == resumed[1].optimizer.param_groups
+    assert resumed[1].optimizer.param_groups[0] is group
+    assert resumed[1].optimizer.state is state
+    resumed[2].load_state_dict(scheduler.state_dict())
+    train(*resumed)
+    train(model, wrapper, scheduler)
+    assert group["lr"] == wrapper.param_groups[0]["lr"] == 0.1 / 16
+    assert_close(resumed[0].weight, model.weight, rtol=0, atol=0)
+
+
 def test_a_wrapper_with_a_state_of_its_own_is_refused() -> None:
     model = nn.Linear(3, 2)
     inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(inner, 1)
+    with pytest.raises(TypeError, match="StepLR is a scheduler: pass its optimizer"):
+        get_state_dict(model, scheduler)
     with pytest.raises(TypeError, match="Averaged has other weights or states than its `opt"):
         get_state_dict(model, Averaged(inner))
     with pytest.raises(TypeError, match="expected an optimizer of torch's kind, got SimpleName"):

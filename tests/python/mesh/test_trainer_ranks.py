@@ -57,7 +57,7 @@ def load_by_accelerate(rank: int) -> list[Tensor]:
 
 
 def test_batches_of_accelerate_are_shared_out() -> None:
-    """Each row comes on one rank; that steps are those of one process: tests/python/pairs."""
+    """Each row comes on one rank; that steps are those of one process: tests/python/training."""
     results = run_ranks(2, load_by_accelerate, env=ENV, timeout_s=180.0)
     batches = [x for found in results for x in found]
     assert {len(x) for x in batches} == {2}

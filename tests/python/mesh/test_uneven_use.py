@@ -102,7 +102,7 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 CASES = itertools.product(MESHES, ["untied", "tied", "sometimes"])
-# tests/python/pairs has others of each mesh, stage and schedule.
+# tests/python/training has others of each mesh, stage and schedule.
 QUICK = (("dp, pp", "sometimes"), ("fsdp, pp", "untied"), ("zero 2, zbv", "tied"))
 
 

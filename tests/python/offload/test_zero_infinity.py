@@ -78,6 +78,25 @@ def test_steps_are_those_of_one_process(
     assert_alike(found)
 
 
+class Nested(Net):
+    """Calls itself before its layers run."""
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        if depth:
+            x = x + self(torch.tanh(x) * self.scale, depth - 1).mean(1, keepdim=True)
+        return super().forward(x)
+
+
+@in_ranks(2)
+def test_a_model_that_calls_itself(rank: int) -> None:
+    """An inner call frees no weights of the outer one."""
+    model, alone = Nested(width=WIDTH), Nested(width=WIDTH)
+    optimizer = infinity(model, make_optimizer(model, "momentum", to="cpu"))
+    train(model, optimizer, rank, 2)
+    train(alone, make_optimizer(alone, "momentum"))
+    assert_close(full_weights(optimizer), weights(alone), ATOL["momentum"])
+
+
 @in_ranks([1, 3])
 def test_bytes_of_a_step(rank: int, tmp_path: Path) -> None:
     model, world_size = Net(width=WIDTH), dist.get_world_size()

@@ -46,6 +46,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_only_where_they_are_wanted(reduction: str, small_blocks: None) -> None:
+    """https://github.com/fla-org/flash-linear-attention/pull/1253,
+    https://github.com/PrimeIntellect-ai/prime-rl/pull/3011: a head or what is before it is frozen.
+    """
     given, every = layer(), list[Tensor]()
     for wanted in itertools.product((True, False), repeat=3):
         names = zip(("hidden", "weight", "bias"), wanted, strict=True)

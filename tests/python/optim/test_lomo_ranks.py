@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from curves import whole
 from full_states import full_weights
-from lomo_models import Net, batches, make, train_sgd, weights
+from lomo_models import Net, batches, changed, make, train_sgd, weights
 from ranks import in_ranks, place, run_ranks
 from steps import apply_steps
 from torch import Tensor, nn
@@ -83,6 +84,23 @@ def test_weights_are_reduced_updated_and_gathered_in_one_pass(rank: int) -> None
     after = ringcomm.stats()
     names = {name for (name, how), n in after.items() if n != before.get((name, how))}
     assert names == {"all_reduce", "reduce_scatter_update_all_gather"}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@in_ranks([1, 2])
+def test_each_backward_pass_of_a_step_is_checked(rank: int, overlap: bool) -> None:
+    towers = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    over: dict[str, Any] = {"group": dist.group.WORLD} if dist.get_world_size() > 1 else {}
+    opt = Lomo(towers, LR, overlap=overlap, **over)
+    before = weights(towers)
+    towers[0](torch.ones(4, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="not finite; the pass has written no weight"):
+        (towers[1](torch.ones(4, 3)).sum() * math.nan).backward()
+    assert changed(towers, before) == {"0.weight", "0.bias"}
+    opt.step()
+    towers[1](torch.ones(4, 3)).sum().backward()  # and goes on
+    opt.step()
+    assert changed(towers, before) == before.keys()
 
 
 class Seeded(nn.Module):

@@ -66,6 +66,7 @@ def transforms(model: Any, ids: Tensor, _: Any) -> Any:
 
 
 def copies(model: Any, ids: Tensor, _: Any) -> Any:
+    # https://github.com/jiaweizzhao/GaLore/issues/66: weights are read while gradients wait.
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for twin in twins:
         train_twin = torch.optim.SGD(twin.parameters(), LR)
@@ -108,7 +109,11 @@ def fail_in_backward(model: Any, ids: Tensor, opt: Any) -> Any:
 
 
 def freeze(model: Any, ids: Tensor, opt: Any) -> Any:
-    """For one step, from before the forward pass; and one weight from between the passes."""
+    """For one step, from before the forward pass; and one weight from between the passes.
+
+    https://github.com/oval-group/dfw/pull/5, https://github.com/pytorch/pytorch/issues/115607:
+    blocks that take turns.
+    """
     opt.zero_grad()
     model.up.requires_grad_(False)
     loss = model(ids)

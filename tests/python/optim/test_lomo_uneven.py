@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from zero_models import assert_alike
 
 from ringcomm import MismatchError
 from ringcomm.optim import AdaLomo, Lomo
@@ -269,6 +271,38 @@ def test_a_backward_pass_that_raises_on_one_rank(rank: int) -> None:
         opt.zero_grad()
     with pytest.raises(MismatchError):
         train(opt, model, mine)
+
+
+@pytest.mark.parametrize("waits_in", ["backward", "closure", "step"])
+@in_ranks(2, fresh=True)
+def test_a_step_that_raises_on_one_rank(rank: int, waits_in: str) -> None:
+    """The others wait for that step, in their backward pass or in step(), and raise too."""
+    model = make("plain")
+    opt: Any = Lomo(model, LR, group=dist.group.WORLD)
+    mine = [batches(1, rows=2)[0][rank : rank + 1]]
+    train(opt, model, mine)
+    if rank == 0:
+        if waits_in == "step":
+            opt.backward(model(mine[0]))
+        waits = opt.step if waits_in == "step" else partial(opt.backward, model(mine[0]))
+        with pytest.raises(RuntimeError, match=r"step\(\) has raised on another rank of the group"):
+            waits()
+    elif waits_in == "closure":
+        with pytest.raises(ZeroDivisionError):
+            opt.step(lambda: 1 / 0)
+    elif waits_in == "backward":  # for this rank, which makes none
+        opt.param_groups[0]["lr"] = -1.0
+        with pytest.raises(ValueError, match="the lr of"):
+            opt.step()
+    else:
+        opt.backward(model(mine[0]))
+        model.head.weight.grad = None
+        with pytest.raises(RuntimeError, match=r"head\.weight\.grad was replaced"):
+            opt.step()
+    opt.zero_grad()
+    opt.param_groups[0]["lr"] = LR
+    train(opt, model, mine)  # nothing of it is left
+    assert_alike(weights(model))
 
 
 # ---- replicas that would drift

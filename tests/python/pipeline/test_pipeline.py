@@ -158,7 +158,7 @@ def test_many_lengths(rank: int) -> None:
 
 @in_ranks(2)
 def test_ddp_does_not_see_backwards_in_halves(rank: int) -> None:
-    """Other systems beside a pipeline: tests/python/pairs, the table of meshes."""
+    """Other systems beside a pipeline: tests/python/training, the table of meshes."""
     alone = [dist.new_group([r]) for r in range(2)][rank]
     wrap = lambda stage: DistributedDataParallel(stage, process_group=alone)  # noqa: E731
     with pytest.raises(ValueError, match="DistributedDataParallel does not see the grad"):

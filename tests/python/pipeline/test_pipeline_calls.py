@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from curves import assert_weights, batch
 from full_states import full_weights, load_full_weights
 from pipeline_models import M, make_deep, make_tied, mse, token_batch, tokens_loss
 from ranks import in_ranks, run_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ringcomm import RingcommError
 from ringcomm.nn import MixtureOfExperts
@@ -394,6 +397,60 @@ def test_a_block_that_writes_its_input_in_training(rank: int) -> None:
         expected = mse(model(x), y).item()
         found = pipe.step(x, y) if training else pipe.evaluate(x, y)
         assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+class ReadsValues(nn.Linear):
+    """Fake tensors have none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert bool(x.detach().isfinite().all())
+        return super().forward(x)
+
+
+RESETS = hasattr(FSDPModule, "reset_iter_state")  # after an error, from torch 2.13 on
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        nn.Linear,
+        pytest.param(ReadsValues, marks=pytest.mark.skipif(not RESETS, reason="torch >= 2.13")),
+    ],
+)
+@in_ranks(4, timeout_s=60.0)
+def test_stages_of_fully_shard_are_made_again(rank: int, kind: Any) -> None:
+    """For another mode and other rows, also of some data-parallel ranks alone.
+
+    The weights are gathered anew, after an evaluation too.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), kind(8, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    options: dict[str, Any] = {"mesh": mesh["pp"], "costs": [1] * 4}
+    wrap = partial(fully_shard, mesh=mesh["dp"])
+    whole, pipe = made(), make(made(), "interleaved", wrap=wrap, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (whole, pipe)]
+    if RESETS:
+        with pytest.raises(ValueError, match=r"stage 0 \(rank 0\) failed"):
+            pipe.step(torch.ones(M, 7), torch.ones(M, 3))
+        with torch.no_grad():
+            for param in (*whole.parameters(), *pipe.parameters()):
+                param.mul_(1.5)
+    # A forward pass with values gathers weights, so that all data-parallel ranks must make it.
+    for num_rows in ((M, M), (2 * M, M if kind is nn.Linear else 2 * M), (3 * M, 3 * M)):
+        for training in (False, True):
+            whole.train(training)
+            pipe.module.train(training)
+            parts = [(torch.randn(num, 8), torch.randn(num, 3)) for num in num_rows]
+            losses = [mse(whole(x.clone()), y) for x, y in parts]
+            found = (pipe.step if training else pipe.evaluate)(*parts[rank // 2])
+            assert float(found) == pytest.approx(float(losses[rank // 2]), rel=1e-5)
+            if training:
+                torch.stack(losses).mean().backward()
+                apply_steps(*optimizers)
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])

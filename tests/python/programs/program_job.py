@@ -1,4 +1,4 @@
-"""Programs of test_clients.py that generate, save, resume, adapt and average.
+"""Programs of test_clients.py: Trainer with checkpoints, and with a backend by name.
 
 Each trains in two processes with DistributedDataParallel, or with a system of ringcomm in its
 place, and returns what the user sees.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 LR, STEPS, VOCABULARY = 0.05, 6, 37
 Report = dict[str, Any]
@@ -49,7 +47,7 @@ def causal_model() -> Any:
     return LlamaForCausalLM(config)
 
 
-def rows(num: int, key: str = "labels") -> list[dict[str, Tensor]]:
+def rows(num: int) -> list[dict[str, Tensor]]:
     """Sequences with different numbers of labels."""
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -57,7 +55,7 @@ def rows(num: int, key: str = "labels") -> list[dict[str, Tensor]]:
         ids = torch.randint(3, VOCABULARY, (8,), generator=generator)
         labels = ids.clone()
         labels[8 - idx % 5 :] = -100
-        found.append({"input_ids": ids, key: labels})
+        found.append({"input_ids": ids, "labels": labels})
     return found
 
 
@@ -90,55 +88,6 @@ def prepared(system: str, trainer: Any) -> Any:
 
 def losses_of(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def generate_in_evaluation(system: str, folder: Path) -> Report:
-    """Seq2SeqTrainer with predict_with_generate."""
-    from transformers import (
-        BartConfig,
-        BartForConditionalGeneration,
-        Seq2SeqTrainer,
-        Seq2SeqTrainingArguments,
-    )
-
-    torch.manual_seed(0)
-    config = BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=32,
-        dropout=0.0,
-        init_std=0.2,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        forced_eos_token_id=None,
-    )
-    tokens: list[Any] = []
-
-    def metrics(predicted: Any) -> dict[str, float]:
-        tokens.extend(predicted.predictions.tolist())
-        return {}
-
-    generates = {"predict_with_generate": True, "generation_max_length": 6}
-    args = arguments(Seq2SeqTrainingArguments, folder, **generates)
-    data: Any = rows(24)
-    trainer = Seq2SeqTrainer(
-        BartForConditionalGeneration(config),
-        args,
-        train_dataset=data,
-        eval_dataset=data[:7],
-        compute_metrics=metrics,
-    )
-    prepared(system, trainer).train()
-    found = trainer.evaluate()
-    return {"losses": losses_of(trainer), "tokens": tokens, "eval": found["eval_loss"]}
 
 
 def save_and_resume(system: str, folder: Path) -> Report:
@@ -174,126 +123,45 @@ def save_and_resume(system: str, folder: Path) -> Report:
     return report
 
 
-def accelerator_of(system: str, model: nn.Module, *others: Any) -> tuple[Any, ...]:
-    from accelerate import Accelerator
+def by_name(rank: int, folder: Path) -> Report:
+    """Trainer makes the group of backend "ringcomm", in a process without torchrun's port.
 
-    from ringcomm.integrations.accelerate import register
-
-    register()
-    accelerator = Accelerator(cpu=True)
-    return accelerator, *accelerator.prepare(model, shard(system, model), *others)
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def metrics_of_uneven_rows(system: str, folder: Path) -> Report:
-    """Accelerate's gather_for_metrics drops the rows that fill up the last batch."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(11, 6, generator=generator)
-    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    loader = torch.utils.data.DataLoader(data, batch_size=2)
-    accelerator, model, optimizer, loader = accelerator_of(system, mlp(), loader)
-    losses = []
-    for x, y in loader:
-        loss = nn.functional.mse_loss(model(x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    model.eval()
-    with torch.no_grad():
-        outputs = [accelerator.gather_for_metrics(model(x)) for x, _ in loader]
-    found = torch.cat(outputs).flatten().tolist()
-    assert len(found) == 11
-    return {"losses": losses, "outputs": found}
-
-
-class Adapter(nn.Module):
-    """LoRA (Hu et al. 2021) around a linear layer."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 4, bias=False)
-        self.up = nn.Linear(4, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + 2 * self.up(self.down(x))
-        return out
-
-
-def with_adapters(model: Any) -> Any:
-    """By PEFT where it is installed."""
-    torch.manual_seed(5)
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        model.requires_grad_(False)
-        for layer in model.model.layers:
-            layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
-            layer.self_attn.v_proj = Adapter(layer.self_attn.v_proj)
-        return model
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-
-
-def adapters(system: str, folder: Path) -> Report:
-    """Trainer on LoRA: most weights are frozen."""
+    With accumulation and clipping; the weights and whether the model is wrapped, by optimizer.
+    """
     from transformers import Trainer, TrainingArguments
 
-    data: Any = rows(24)
-    model = with_adapters(causal_model())
-    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    args = arguments(TrainingArguments, folder)
-    trainer = prepared(system, Trainer(model, args, train_dataset=data))
-    trainer.train()
-    if system != "zero 3":  # where they are shards
-        params = dict(trainer.model.named_parameters())
-        assert all(torch.equal(params[name], value) for name, value in frozen.items())
-    return {"losses": losses_of(trainer)}
+    from ringcomm.integrations.transformers import register
+    from ringcomm.optim import Lomo
 
-
-def average(system: str, folder: Path) -> Report:
-    """An average of weights (EMA) beside training with Accelerate."""
-    accelerator, model, optimizer = accelerator_of(system, mlp())
-    mean = AveragedModel(accelerator.unwrap_model(model), multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    losses, of_mean = [], []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        x = torch.randn(4, 6, generator=generator)
-        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        mean.update_parameters(accelerator.unwrap_model(model))
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-        with torch.no_grad():
-            of_mean.append(float(mean(torch.ones(1, 6))))
-    return {"losses": losses, "average": of_mean}
-
-
-PROGRAMS: dict[str, Callable[[str, Path], Report]] = {
-    "predict_with_generate": generate_in_evaluation,
-    "save and resume": save_and_resume,
-    "gather_for_metrics": metrics_of_uneven_rows,
-    "LoRA": adapters,
-    "EMA": average,
-}
+    register()
+    register()  # once is enough
+    place: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank}
+    dist.init_process_group = partial(dist.init_process_group, world_size=2, **place)
+    report: Report = {}
+    for system in ("DDP", "zero 2", "Lomo"):
+        options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "max_steps": 3}
+        args = arguments(TrainingArguments, folder, ddp_backend="ringcomm", **options)
+        model = causal_model()
+        how: dict[str, Any] = {}
+        if system == "Lomo":  # by its class, with its options
+            lomo = {"model": model, "lr": LR, "group": dist.group.WORLD}
+            lomo |= {"clip_grad_norm": 0.5, "accumulation_steps": 2}
+            how["optimizer_cls_and_kwargs"] = (Lomo, lomo)
+        trainer = Trainer(model, args, train_dataset=rows(24), **how)
+        if not how:  # zero.shard() after Trainer has moved the model
+            trainer.optimizer = shard(system, model)
+        trainer.train()
+        weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+        wrapped = isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+        report[system] = wrapped, weights
+    return report | {"backend": dist.get_backend()}
 
 
 def main(system: str, backend: str, folder: Path) -> None:
-    """All programs, one after the other; what they report, or raise, is written to a file."""
+    """What a rank reports is written to a file."""
     dist.init_process_group(backend)
-    report: Report = {}
-    for name, run in PROGRAMS.items():
-        try:
-            report[name] = run(system, folder / name.replace(" ", "-"))
-        except Exception:
-            report[name] = traceback.format_exc()
-        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    report = save_and_resume(system, folder)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
 

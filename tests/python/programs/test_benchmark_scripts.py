@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cross_entropy
 import deaths
 import front_door
-import harness
 import hosts
 import libraries
-import llama_memory
 import lomo
 import pictures
+import planner
 import plot
 import programs
 import pytest
 import run_all
+import sweep_table
 import systems
 import table
+import tensor_parallel
 import torch
 import trainees
+from cells import RESULTS
 from html_report import read_records
 from machines import needs_programs
+from ranks import run_ranks
 from torch import Tensor
 
 from _ringcomm import start as cli
 from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.parallel import pipeline
-from ringcomm.screen import in_seconds
 
 ALGORITHMS = ["one_shot", "two_shot", "ring"]
 INFERENCE = [
@@ -94,6 +92,22 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
         "backend",
         ["ringcomm", "gloo"],
     ),
+    "cores": (
+        "--seconds 0.02 --repeats 0 --threads 1,2 --ops all_gather --sizes 64k",
+        "threads",
+        ["memory", "1 thread", "2 threads", "auto"],
+    ),
+    "offload": (
+        "--seconds 0.01 --path FOLDER",
+        "part",
+        ["files", "files", "adam", "adam", "steps", "steps", "steps"],
+    ),
+    "planner": (
+        "--seconds 0.1 --repeats 0 --width 64 --layers 2",
+        "system",
+        [case.name for case in planner.CASES],
+    ),
+    "tensor_parallel": ("--seconds 0.1 --repeats 0 --size tiny", "way", [*tensor_parallel.WAYS]),
     "pipeline": (
         "--seconds 0.01 --repeats 0 --worlds 2 --factors 2 --unit-ms 0.2",
         "schedule",
@@ -102,20 +116,27 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
 }
 
 
-def test_programs_of_the_system_are_found_beside_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An ordinary user's PATH has no /usr/sbin, where ip and tc are."""
-    tool = tmp_path / "ringcomm-tc"
-    tool.write_text("#!/bin/sh\nexit 7\n")
-    monkeypatch.setattr(hosts, "TOOLS", ("sh", tool.name))
-    with pytest.raises(SystemExit):
-        hosts.PROGRAM.parse([])
-    assert f"not installed: {tool.name} (" in capsys.readouterr().err
-    tool.chmod(0o755)
-    monkeypatch.setattr(programs, "SYSTEM_FOLDERS", (str(tmp_path),))
-    assert hosts.PROGRAM.parse([]).ranks_per_host == [1, 2]
-    assert subprocess.call([tool.name], env=programs.environment()) == 7
+# Less than a script measures by its options.
+LESS: dict[str, dict[str, Any]] = {
+    "offload": {
+        "FILE_BYTES": 1 << 22,
+        "ADAM_SIZES": (1 << 20,),
+        "LAYERS": 2,
+        "WIDTH": 256,
+        "ROWS": (8,),
+    },
+    "planner": {"BATCHES": ((1, 8),), "TUNED_SIZES": [1024, 4096], "TUNE_SECONDS": 0.01},
+    "tensor_parallel": {"BATCHES": ((1, 8),)},
+}
+
+
+def run_script(rank: int, script: str, arguments: list[str]) -> int:
+    module: Any = import_module(script)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in LESS.get(script, {}).items():
+            patch.setattr(module, name, value)
+        main = hosts.main if module is hosts else module.PROGRAM.main
+        return int(main(arguments))
 
 
 @pytest.mark.slow
@@ -130,67 +151,31 @@ def test_records_of_a_script(script: str, tmp_path: Path) -> None:
             pytest.skip("this machine does not let users make network namespaces")
     options, field, expected = SCRIPTS[script]
     path = tmp_path / "records.jsonl"
-    module: Any = import_module(script)
-    main = hosts.main if module is hosts else module.PROGRAM.main
-    assert main(["--json", str(path), *options.split()]) == EXIT_OK
+    arguments = ["--json", str(path), *options.replace("FOLDER", str(tmp_path)).split()]
+    if script == "offload":  # has a group and threads, which the ranks of the others must not have
+        assert run_ranks(1, run_script, script, arguments, backend=None, fresh=True) == [EXIT_OK]
+    else:
+        assert run_script(0, script, arguments) == EXIT_OK
     records = read_records([path])
     assert all(record["verified"] for record in records)
     found = [record[field] for record in records]
     assert (list(dict.fromkeys(found)) if script == "device_kernels" else found) == expected
 
 
-def test_a_table_of_libraries_is_of_all_runs_of_the_newest_day() -> None:
-    def record(way: str, day: int, second: int, ratio: float | None, **more: Any) -> table.Record:
-        compared = ratio and {"p50": ratio, "over": libraries.OPS}
-        times = {"p50_us": (ratio or 1) * second, "ratio": compared}
-        machine = {"cpu": "a", "cores": 2, "kernel": "6"}
-        facts = {"kind": "libraries", "op": "all_reduce", "world_size": 2, "bytes": 1024}
-        facts |= {"machine": machine}
-        facts |= {"torch": "2", "ringcomm": "1", "commit": "abc", "dirty": False}
-        date = f"2026-01-{day:02}T00:00:{second:02}+00:00"
-        marks = {"quiet": True, "verified": True}
-        return {"way": way, "date": date, **times, **facts, **marks, **more}
-
-    mpi = {"mpi": "Intel(R) MPI Library 2021.18.1 for Linux* OS"}
-    found = [record(libraries.OPS, 1, 1, None), record("Gloo", 1, 1, 90.0)]
-    for second, ratio in ((1, 3.0), (2, 2.0), (5, 4.0)):
-        found += [record(libraries.OPS, 2, second, None, **mpi)]
-        found += [record("Gloo", 2, second, ratio, **mpi)]
-    found += [record("Intel MPI", 2, 2, 0.5, **mpi)]
-    (text,) = table.tables(found, table.LAYOUTS["libraries"])
-    assert "| ringcomm.ops | 2 |" in text
-    assert "| Gloo | 4 (3.00×, 2.00–4.00) |" in text
-    assert "| Intel MPI 2021.18.1 | 1 (0.50×) |" in text
-    assert "2026-01-02T00:00:05+00:00; commit abc; 3 runs." in text
-
-
-@pytest.mark.parametrize(
-    ("version", "name"),
-    [
-        ("Intel(R) MPI Library 2021.18.1 for Linux* OS", "Intel MPI"),
-        ("MPICH Version:      5.0.2", "MPICH"),
-        ("Open MPI v5.0.11, package: Open MPI Distribution", "Open MPI"),
-    ],
-)
-def test_names_of_mpi_libraries(version: str, name: str) -> None:
-    assert libraries.mpi_name(version) == name
-
-
-def test_memory_is_told_with_one_gradient_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes = {
-        "max_memory_allocated": lambda device: 5000,
-        "get_device_properties": lambda device: SimpleNamespace(total_memory=4000),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    weights = [torch.zeros(n, dtype=torch.bfloat16) for n in (100, 400)]
-    found = llama_memory.memory_of(weights, True, torch.device("cuda"))
-    shares = {"one_grad_bytes": 800, "forward_bytes": 4200, "weights_share": 0.25}
-    assert found == {"peak_bytes": 5000, **shares}
-    forward = llama_memory.memory_of(weights, False, torch.device("cuda"))
-    assert (forward["one_grad_bytes"], forward["forward_bytes"]) == (0, 5000)
-    on_cpu = llama_memory.memory_of(weights, True, torch.device("cpu"))
-    assert (on_cpu["one_grad_bytes"], on_cpu["peak_bytes"]) == (800, None)
+@pytest.mark.slow
+def test_tables_and_pictures_of_the_committed_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert table.main([]) == EXIT_OK
+    said = capsys.readouterr().out
+    assert all(f"## {layout.title}\n" in said for layout in table.LAYOUTS.values())
+    assert pictures.main(["--only", "speed", "--out", str(tmp_path)]) == EXIT_OK
+    assert plot.main(["--out", str(tmp_path)]) == EXIT_OK
+    names = {path.stem for path in tmp_path.iterdir()}
+    assert {*plot.PLOTS, "speed-dark", "speed-narrow-light", "bandwidth-w2-one"} <= names
+    records = read_records([RESULTS / "2026-11-27-kernels.jsonl"])
+    assert any("all_reduce" in line for line in sweep_table.tables(records, has_cuts=False))
 
 
 def test_the_list_of_all_calls_scripts_as_they_are() -> None:
@@ -201,71 +186,6 @@ def test_the_list_of_all_calls_scripts_as_they_are() -> None:
         else:
             parse = import_module(Path(script).stem).PROGRAM.parse
         assert parse([*arguments, "--seconds", "1"]).seconds == 1
-
-
-@pytest.fixture
-def committed(tmp_path: Path) -> list[dict[str, Any]]:
-    """Records as git has them: those that a run has added since are on no page yet."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(harness.ROOT), *arguments]
-        run = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
-        return run.stdout
-
-    try:
-        names = git("ls-files", "--", f"{harness.RESULTS.relative_to(harness.ROOT)}/*.jsonl")
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("not in a git checkout")
-    copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
-    for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
-        copy.write_text(git("show", f":{name}"), encoding="utf-8")
-    return read_records(copies)
-
-
-# As builds of the site are, with the page's source on standard input.
-WITHOUT_TORCH = """
-import sys
-from types import SimpleNamespace
-
-sys.modules |= {"torch": None, "rich": None}  # importing them raises ImportError
-import site_pages
-
-page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
-print(site_pages.on_page_markdown(sys.stdin.read(), page))
-"""
-
-
-def test_the_site_has_a_table_for_each_mark_and_a_mark_for_each_table(committed: Any) -> None:
-    pages = [harness.ROOT / "docs" / name for name in ("benchmarks.md", "reliability.md")]
-    source = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    marks = re.findall(r"(?m)^<!-- table: (\w+) -->", source)
-    assert sorted(marks) == sorted(table.page_tables(committed))
-    shown = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH],
-        env=os.environ | {"PYTHONPATH": str(harness.ROOT / "tools")},
-        input=source,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        check=True,
-        timeout=60,
-    ).stdout
-    assert "\n<!-- table" not in shown
-    assert shown.count("\nMeasured on ") >= len(marks)
-
-
-def test_the_bars_of_readme_are_the_committed_records(committed: Any) -> None:
-    rows = pictures.rows_of(committed)
-    assert [*rows] == [*pictures.ROWS]
-    readme = pictures.README.read_text(encoding="utf-8")
-    assert pictures.with_sentence(readme, rows) == readme
-    for theme in pictures.THEMES:
-        for name, width in (("speed", pictures.WIDTH), ("speed-narrow", pictures.NARROW)):
-            drawn = (pictures.DESIGN / f"{name}-{theme}.svg").read_text(encoding="utf-8")
-            told = "renew it: python benchmarks/pictures.py --only speed"
-            assert drawn == pictures.speed(rows, theme, width), told
-            for bars, _ in rows.values():
-                texts = [in_seconds(record["p50_us"] * 1e-6) for _, record in bars]
-                assert all(f">{text}</text>" in drawn for text in texts)
 
 
 LOSSES = "bench cross_entropy --seconds 0.02 --repeats 0 --tokens 40 --threads 1"

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import emulated_gpu
 import html_report
 import pytest
 import table
@@ -31,9 +30,7 @@ from cells import RESULTS
 from html_report import read_records
 from operations import OPERATIONS, Buffers, Place
 from placement import Placement, Speeds
-from point import make_buffers
 
-import ringcomm
 from _ringcomm import start as cli
 from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError
 from _ringcomm.values import MAX_OTHERS_PERCENT
@@ -261,35 +258,6 @@ def test_ranks_up_to_the_cores() -> None:
     assert bench.world_sizes(96) == [2, 4, 8, 16, 32, 64]
 
 
-@pytest.mark.parametrize(("max_factor", "left_out"), [(3, []), (0, [4, 8])])
-def test_ranks_for_which_there_is_no_time_are_named(
-    max_factor: int,
-    left_out: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """In the terminal, on the page and in the JSON."""
-    started: list[int] = []
-
-    def run_ranks(world_size: int, _: Any, add: Any) -> None:
-        started.append(world_size)
-        for num_bytes in (1, 0):
-            add(row(num_bytes, 2, 3, n=world_size))
-
-    monkeypatch.setattr(bench.ranks, "run_ranks", run_ranks)
-    monkeypatch.setattr(bench, "world_sizes", lambda _: [2, 4, 8])
-    monkeypatch.setattr(bench, "MAX_FACTOR", max_factor)
-    page, figures = tmp_path / "bench.html", tmp_path / "bench.json"
-    assert cli.run(["bench", "--html", str(page), "--json", str(figures)]) == EXIT_OK
-    content = json.loads(figures.read_text(encoding="utf-8"))
-    assert started == content["world_sizes"] == [n for n in (2, 4, 8) if n not in left_out]
-    assert content["left_out"] == left_out
-    said = "Not measured, because it takes too long: 4 and 8 ranks."
-    for text in (capsys.readouterr().out, page.read_text(encoding="utf-8")):
-        assert (said in text) == bool(left_out)
-
-
 def test_ctrl_c_shows_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,7 +281,7 @@ def test_the_page_has_the_terminals_caveat() -> None:
 
 # ---- the page of measurements: one file that needs no network, looked at in Chromium where it is
 
-FILES = ("2026-11-20-all_reduce-w4.jsonl", "2026-11-21-systems.jsonl")
+FILES = ("2026-11-28-all_reduce-w4.jsonl", "2026-11-28-systems.jsonl")
 
 
 def records() -> list[dict[str, Any]]:
@@ -330,16 +298,6 @@ def test_a_page_needs_no_other_file(tmp_path: Path) -> None:
     assert links == ["http://www.w3.org/2000/svg"]  # a name, not an address
     with pytest.raises(ValueError, match="nothing to show"):
         html_report.write_html([{"kind": "floor"}], path)
-
-
-def test_a_sweep_writes_its_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "page.html"
-    quick = ["--sizes", "1024", "--seconds", "0.02", "--repeats", "0", "--html", str(path)]
-    assert cli.run(["bench", "all_reduce", *quick]) == EXIT_OK
-    data = data_of(path, "records")
-    assert [record["backend"] for record in data["records"]] == ["ringcomm", "gloo"]
-    assert not data["isPartial"]
-    assert f"page: {path}" in capfd.readouterr().out.replace("\n", "")
 
 
 @pytest.mark.slow
@@ -361,18 +319,6 @@ def test_a_browser_draws_filters_and_hovers(browser: Any, size: Any, tmp_path: P
             page.locator("#collective select[name=operation]").select_option(option)
             assert page.locator("#collective tbody tr").count() > 0
         assert "have verified results" in page.locator("main").inner_text()
-
-
-@pytest.mark.slow
-def test_wrong_and_missing_points_are_marked(browser: Any, tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    given = records()
-    given[0] |= {"verified": False, "wrong_elems": 7}
-    html_report.write_html(given, path, is_partial=True)
-    with opened(browser, path) as page:
-        marked = " ".join(page.locator(".wrong").all_inner_texts())
-        assert f"1 of {len(given)} points have wrong results" in marked
-        assert "interrupted" in marked
 
 
 # ---- sweeps on devices
@@ -425,42 +371,6 @@ def test_records_on_a_device(tmp_path: Path, clock: str, capfd: pytest.CaptureFi
         floor_us = 4 * record["bytes"] / record["copy_gb_per_s"] / 1e3
         assert record["floor_us"] == pytest.approx(floor_us, rel=1e-3)
         assert record["share_of_floor"] == pytest.approx(floor_us / record["p50_us"], rel=1e-3)
-
-
-SHARED = ("all_reduce_shared", "reduce_scatter_shared", "all_gather_shared")
-
-
-def check_shared_buffers(rank: int) -> None:
-    """The default group of a benchmark is Gloo's."""
-    group = dist.new_group(backend="cpu:ringcomm,emugpu:ringcomm")
-    team = SimpleNamespace(rank=rank, world_size=2)
-    device = torch.device("emugpu", 0)
-    bench: Any = SimpleNamespace(team=team, groups={"ringcomm": group}, device=device)
-    sizes: list[int] = []
-    empty_shared = ringcomm.empty_shared
-
-    def counted(num_elems: int, **where: Any) -> torch.Tensor:
-        sizes.append(num_elems)
-        return empty_shared(num_elems, **where)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ringcomm, "empty_shared", counted)
-        made = {n: make_buffers(bench, OPERATIONS[n], 1 << 20, torch.float32) for n in SHARED}
-    assert sizes == [1 << 18, 1 << 18, 1 << 17]  # what peers read
-    found = []
-    for name, buffers in made.items():
-        first, second = buffers.input.chunk(2)
-        first.fill_(rank + 1)
-        second.fill_(rank + 5)
-        OPERATIONS[name].bound(buffers, group)()
-        found.append(buffers.output.cpu().unique().tolist())
-    assert found == [[3.0, 11.0], [[3.0], [11.0]][rank], [1.0, 2.0, 5.0, 6.0]]
-
-
-@emulated_gpu.needs_emulated_gpu
-def test_shared_buffers_are_of_ringcomms_group() -> None:
-    env = emulated_gpu.with_kernels()
-    emulated_gpu.run_on_gpus(2, check_shared_buffers, backend="gloo", env=env)
 
 
 def test_the_floor_of_an_all_reduce() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from ranks import in_ranks
 
 import ringcomm
-from _ringcomm import start as cli
 from ringcomm import cost_model
 from ringcomm.cost_model import (
     FITTED,
@@ -124,29 +122,3 @@ def test_all_reduce_has_the_tuned_limit_of_its_number_of_ranks() -> None:
     tuned = Machine(8, 1, replace(FREE, round_us=1.0), {4: 1})
     assert tuned.microseconds("all_reduce", KIB, 4) == 2  # two_shot
     assert tuned.microseconds("all_reduce", KIB, 3) == 1
-
-
-def test_the_command_prints_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", "--collectives"]) == 0
-    out = capsys.readouterr().out
-    assert "2 ranks of 64 threads on 2 sockets with 128 cores" in out
-    assert "128 ranks of 1 thread on 2 sockets" in out
-    assert "not measured, but defaults: call_us" in out
-
-
-def test_a_record_has_what_the_model_needs(tmp_path: Path) -> None:
-    """A stranger computes the time from the record alone, and finds the one that it has."""
-    path = tmp_path / "cores.jsonl"
-    command = [sys.executable, "-m", "ringcomm", "bench", "cores", "--seconds", "0.05"]
-    command += ["--repeats", "0", "--ops", "all_gather", "--sizes", "64k", "--json", str(path)]
-    subprocess.run([*command, "--threads", "1,2"], check=True, timeout=120, capture_output=True)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["threads"] for record in records] == ["memory", "1 thread", "2 threads", "auto"]
-    for record in records[1:3]:
-        costs = Costs(**{**record["costs"], "defaults": tuple(record["costs"]["defaults"])})
-        machine = Machine(record["machine"]["cores"], record["nodes"], costs)
-        call = (record["op"], record["bytes"], record["world_size"], int(record["threads"][0]))
-        assert record["model_us"] == pytest.approx(machine.microseconds(*call), rel=1e-4)
-        assert {"cpu", "cores", "kernel"} <= record["machine"].keys()
-        assert record["algorithm"] == ["direct"]  # of ringcomm, and of no other backend
-        assert record["verified"]

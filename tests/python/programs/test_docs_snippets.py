@@ -9,7 +9,6 @@ another host, a network or minutes.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -69,18 +68,6 @@ EVERY = [block for blocks in BLOCKS.values() for block in blocks]
 
 def place_of(block: Block) -> str:
     return f"{block.page}:{block.line}"
-
-
-def test_examples_in_docstrings_are_indented() -> None:
-    """A statement at a docstring's margin is an example that has lost its indentation."""
-    statement = re.compile(
-        r"^((def|class|with|for) .*:$|(import|assert) |from \S+ import |@)", re.M
-    )
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    for path in (ROOT / "ringcomm").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            text = ast.get_docstring(node) if isinstance(node, documented) else None
-            assert not statement.search(text or ""), (path, text)
 
 
 def test_marks_and_languages_are_known() -> None:

@@ -49,17 +49,6 @@ SLOW = {
 }
 
 
-def test_the_tutorials_table_names_programs_and_options_that_exist() -> None:
-    page = EXAMPLES.parent / "docs" / "tutorial" / "index.md"
-    rows = re.findall(r"(?m)^\| `(\w+\.py)(.*?)` \| \d+ \| (.*) \|$", page.read_text("utf-8"))
-    assert len(rows) > 8
-    common = (EXAMPLES / "common.py").read_text(encoding="utf-8")
-    for program, arguments, said in rows:
-        text = (EXAMPLES / program).read_text(encoding="utf-8") + common
-        for option in re.findall(r"--[\w-]+", arguments + said):
-            assert f'"{option}"' in text, (program, option)
-
-
 def run_example(rank: int, words: list[str]) -> Any:
     """Runs main() of an example within the group that is there."""
     name, *arguments = words
@@ -226,12 +215,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
         assert begun + rest == pytest.approx(whole, rel=2e-5)
 
 
-def test_every_example_is_short_and_needs_no_device() -> None:
-    files = sorted(EXAMPLES.glob("*.py"))
-    for path in files:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 140, path.name
-        assert not any("CUDA is not supported" in line for line in lines)
+def test_every_example_is_run() -> None:
     run = {line.split()[0] for _, line, _ in CASES.values()}
     shared = {"common", "model", "checkpoint", "parameter_server", "finetune", "survive", "decode"}
-    assert {path.stem for path in files} == run | shared
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == run | shared

@@ -1,4 +1,4 @@
-"""The kit for a machine with a GPU: its parts are run here over the emulator, and cut off."""
+"""The kit for a machine with a GPU: its parts are run here over the emulator."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 import os
 import re
 import shutil
-import signal
-import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import gpu_kit
 import pytest
 import verify_gpu
 
@@ -41,16 +38,6 @@ CHECKS = {
     "kernel-sweep": (SWEEP, 200),
     "collectives": ("exit 3", 20),
     "cross-entropy-clusters": ("kill -SEGV $$", 20),
-    "kernel-sweep-4": ("true", 40),
-    "kernel-sweep-8": ("true", 50),
-    "speed-2": ("true", 20),
-    "speed-shared-2": ("true", 20),
-    "llama-memory": ("true", 20),
-    "llama-largest": ("true", 20),
-    "update-plans": ("true", 20),
-    "profile": ("echo '{\"us\": 1}' >> $OUT/records.jsonl", 20),
-    "faults": ("sleep 600", 2),
-    "without-mps": ("sleep 600 & echo $! > $OUT/pid; wait", 100),
 }
 
 
@@ -157,62 +144,6 @@ def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
     assert not list((checkout / "build").rglob("*.o"))
 
 
-@pytest.mark.slow
-def test_what_is_cut_off_is_taken_by_another_checkout(checkout: Path) -> None:
-    process = start(checkout, "5")
-    out = checkout / "out"
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (out / "pid").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=TIMEOUT_S)
-    os.kill(int((out / "pid").read_text()), signal.SIGKILL)  # it had a session of its own
-    with (out / "checks.jsonl").open("a") as cut:
-        cut.write('{"check": "wi')
-    assert take_elsewhere(checkout) == 0
-    found = last_runs(checkout)
-    assert found["profile"] == "passed"
-    assert found["faults"] == "stopped"
-    assert found["without-mps"] == "stopped"
-    assert found["kernel-sweep"] == "not run"
-    shutil.rmtree(out)
-    assert take_elsewhere(checkout) == 1
-
-
-def test_a_library_keeps_the_kernels_of_one_architecture(tmp_path: Path) -> None:
-    """Of two containers with machine code for two architectures, PTX, and a gap between them."""
-
-    def entry(kind: int, arch: int, payload: bytes) -> bytes:
-        head = struct.pack("<HHIQ", kind, 1, 32, len(payload)) + bytes(12)
-        return head + struct.pack("<I", arch) + payload
-
-    def container(*entries: bytes) -> bytes:
-        body = b"".join(entries)
-        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
-
-    codes = {name: name.encode() * 8 for name in ("SASS90..", "SASS80..", "PTX90...", "SASS100.")}
-    first = container(
-        entry(2, 80, codes["SASS80.."]),
-        entry(2, 90, codes["SASS90.."]),
-        entry(1, 90, codes["PTX90..."]),
-    )
-    data = first + bytes(24) + container(entry(2, 100, codes["SASS100."]))
-    listed = ",".join(map(str, data))
-    section = '__attribute__((section(".nv_fatbin"), aligned(8)))'
-    source = f"{section} const unsigned char code[] = {{{listed}}};"
-    source += 'const char* text = "SASS80..SASS80..";'
-    library = tmp_path / "a.so"
-    command = ["cc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
-    subprocess.run(command, input=source, text=True, check=True)
-    found = gpu_kit.with_code_of(90, library)
-    assert len(found) == library.stat().st_size
-    assert {name: code in found for name, code in codes.items()} == {
-        "SASS90..": True, "SASS80..": False, "PTX90...": False, "SASS100.": False,
-    }  # fmt: skip
-    assert b"SASS80..SASS80..\0" in found  # elsewhere it stays
-
-
 def parts_of_the_kit() -> list[tuple[str, float]]:
     """The checks of each part, and the seconds that it takes at most."""
     text = (ROOT / "tools" / "gpu_kit_run").read_text()
@@ -233,48 +164,3 @@ def test_parts_are_named(checkout: Path) -> None:
         assert budget_s <= 540
         for name in names.split(","):
             assert "make" not in checks[name].command
-    # A lease of 15 minutes has the first two, and the start of the machine.
-    first, second = (names.split(",") for names, _ in parts[:2])
-    assert sum(budget_s for _, budget_s in parts[:2]) <= 14 * 60
-    order = [*first, *second]
-    wanted = "probe kernel-sweep collectives cross-entropy-clusters kernel-sweep-4 kernel-sweep-8"
-    assert order[:6] == wanted.split()
-    assert all(name.startswith("speed-") for name in order[6:])
-    # The file has them in this order too.
-    assert [name for name in checks if name in order] == order
-
-
-@pytest.mark.slow
-def test_a_part_says_what_remains(checkout: Path) -> None:
-    """Checks without time, and how to run them; then the next part."""
-    path = checkout / FILE
-    slow = "command = '''sleep 600'''\nlimit_s = 40"
-    path.write_text(path.read_text().replace("command = '''true'''\nlimit_s = 40", slow))
-    status, said = run(checkout, "2", BUDGET_S="3")
-    assert status == 1, said
-    assert "kernel-sweep-4: stopped" in said
-    left = "kernel-sweep-8,speed-2,speed-shared-2"
-    assert said.endswith(f"go on with: gpu-kit/run {left} (90 s at most)\nthen: gpu-kit/run 3\n")
-    status, said = run(checkout, left)
-    assert status == 0, said
-    assert [f"{name}: passed" in said for name in left.split(",")] == [True] * 3
-    assert "then: " not in said
-
-
-@pytest.mark.parametrize(
-    ("kit_mib", "checkout_mib", "is_too_large"), [(3, 4, False), (6, 1, True), (4, 7, True)]
-)
-def test_a_kit_that_is_too_large_is_seen(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kit_mib: int,
-    checkout_mib: int,
-    is_too_large: bool,
-) -> None:
-    monkeypatch.setattr(gpu_kit, "KIT_MIB", 5)
-    monkeypatch.setattr(gpu_kit, "TRANSFER_MIB", 10)
-    (tmp_path / "kit").mkdir()
-    for name, mib in {"kit/part": kit_mib, "source": checkout_mib}.items():
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(mib << 20)
-    assert bool(gpu_kit.fault_of_size(tmp_path / "kit", [tmp_path / "source"])) == is_too_large

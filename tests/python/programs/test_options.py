@@ -1,17 +1,11 @@
 """Every option of every command: the values that it refuses, where it is idle, what it changes.
 
-An option or a command that the tables here do not have fails a test. Reports of other commands:
-https://github.com/gem/oq-engine/pull/5527 accepted a negative number of cores,
-https://github.com/MobileNativeFoundation/bluepill/issues/437 numbers that are none, and
-https://github.com/automl/SMAC3/issues/58 one that is infinite as a float;
-https://github.com/StefanMaron/BusinessCentral.AL.Runner/pull/3387 lost a run to a mistyped folder;
-https://github.com/alexflint/go-arg/issues/246 has the status of bad usage, 2.
+An option or a command that option_table.py does not have fails a test.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -19,159 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cross_entropy
 import front_door
+import operations
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import AVAILABLE
 from option_runs import seen
+from option_table import FORMS, MODES, OTHERS, VALUES
 from ranks import run_ranks
 from test_cli import TUNED
 
 import _ringcomm.command
+from _ringcomm import start as cli
 from _ringcomm.status import EXIT_BAD_INPUT
 from ringcomm import tuning
 from ringcomm.cost_model import Costs
 from ringcomm.parallel.pipeline.schedules import Action, Timeline
 from ringcomm.trace import merge
 from ringcomm.trace.dumps import flight_dump
-
-
-def around(least: int, most: int | None = None) -> list[str]:
-    """What a whole number between the two may not be."""
-    beyond = [str(least - 1), *([] if most is None else [str(most + 1)])]
-    return [*beyond, "two", "1.5", "1e3", "nan", ""]
-
-
-# By option a value that is right and has an effect, and those that are wrong. {new} is a path, and
-# {folder} and {file} are a folder and a file; what {trace} and the like are is in `files`.
-NEW = ("{new}", ["{folder}/none/file", "{folder}", "/proc/file"])
-PICTURE = ("{new}.svg", NEW[1])
-NEW_FOLDER = ("{new}", ["{folder}/none/folder", "{file}"])
-NO_FILES = ["{folder}/none", "{folder}"]
-SECONDS = ("1", ["nan", "inf", "-1", "1e999", "soon", ""])
-COUNT = ("2", around(1))
-BYTES = ("4k", ["0", "-1", "many", "1.0001k", "nan", "9" * 400])
-SIZES = ("1k,4k", ["0", "1k,-1", "many", "1k,0", ","])
-ONE_OF = ["juggle", ""]
-NAMES = [*ONE_OF, ","]
-FLAG: tuple[str | None, list[str]] = (None, [])
-VALUES: dict[str, tuple[str | None, list[str]]] = {
-    **dict.fromkeys(("--html", "--json"), NEW),
-    "--plot": PICTURE,
-    "--tuning": ("{tuning}", NO_FILES),
-    "--timeline": ("{timeline}", NO_FILES),
-    "--nccl-library": ("{file}", NO_FILES),
-    "--trace": ("{trace}", NO_FILES),
-    **dict.fromkeys(("--per-host", "--dp", "--pp", "--tp", "--ep", "--graph", "--why"), COUNT),
-    **dict.fromkeys(("--layers", "--rows", "--gpus"), COUNT),
-    "--width": ("64", COUNT[1]),
-    **dict.fromkeys(("--verdict", "--collectives", "--sequence-parallel", "--force"), FLAG),
-    **dict.fromkeys(("--mps", "--all"), FLAG),
-    "--seconds": SECONDS,
-    "--world-size": ("3", around(1, 64)),
-    "--world-sizes": ("2,64", ["1,2", "2,65", "two", ","]),
-    "--worlds": ("2,64", ["1,2", "2,65", "two", ","]),
-    "--sizes": SIZES,
-    "--repeats": ("2", around(0)),
-    "--bytes": BYTES,
-    "--memory": ("20GiB", ["80", "0", "-1", "many"]),
-    "--sequence": ("128", ["-1", "many"]),
-    "--model": ("gpt2", []),  # which the planner reads
-    "--top": ("0", around(0)),
-    "--hardware": ("l4", ONE_OF),
-    "--systems": ("ddp,zero1", NAMES),
-    "--schedules": ("1f1b,zbv", NAMES),
-    "--checkpointing": ("full", NAMES),
-    "--precision": ("fp32", ONE_OF),
-    "--optimizer": ("sgd", ONE_OF),
-    "--job": ("{job}", around(1, 1 << 22)),
-    "--dump": NEW_FOLDER,
-    "--ranks": ("2", around(2, 64)),
-    "--micro-batches": ("4", around(1, 256)),
-    "--events": ("64", around(64, 1 << 24)),
-    "--seq": ("1", around(0)),
-    "--merge": ("{recordings}", ["{folder}/none"]),
-    "--layout": ("one", ONE_OF),
-    "--clock": ("host", ONE_OF),
-    "--dtype": ("int32", NAMES),
-    "--dtypes": ("bfloat16", NAMES),
-    "--ops": ("barrier,broadcast", NAMES),
-    "--vocabularies": ("8,9", ["0", "8,-1", "many", ","]),
-    "--threads": ("3", ["0", "-1", "two"]),
-    "--tokens": ("8", ["0", "-1", "many", "nan"]),
-    "--over": ("gloo", [","]),
-    "--device": ("cuda", []),  # which torch has to find
-    "--peers": ("torch", [","]),
-}
-# Where an option is another than elsewhere.
-OTHERS: dict[str, dict[str, tuple[str | None, list[str]]]] = {
-    "bench": {"--world-size": ("3", around(2, 64))},
-    "doctor": {"--json": FLAG},
-    "plan": {"--json": FLAG, "--tokens": BYTES, "--model": ("llama-7b", [])},
-    "show": {"--output": NEW},
-    "trace": {"--json": FLAG, "--output": NEW},
-    "trace to torch": {"--json": FLAG, "--output": NEW_FOLDER},
-    "tune": {},
-    "bench OP": {"--peers": ("triton", NAMES)},
-    "bench collectives": {"--peers": ("gloo,gloo", [","])},
-    "bench systems": {"--systems": ("ddp blocking,ddp", [","])},
-    "bench cores": {"--ops": ("broadcast", [*NAMES, "barrier"])},
-}
-PLAN = "model gpus tokens sequence top why json hardware memory per-host dp pp tp ep systems"
-PLAN += " schedules checkpointing precision optimizer sequence-parallel"
-PLAN_OF = "--model gpt2 --gpus 8"
-SWEEP = "seconds repeats device world-size peers sizes dtype json html"
-GPUS = "layout mps nccl-library clock graph plot"
-LOSS = "seconds repeats device world-size threads tokens vocabularies dtypes peers json"
-QUICK = "--seconds 0 --repeats 0 --json a.jsonl"
-SMALL_LOSS = f"cross_entropy --tokens 16 --vocabularies 64 --dtypes float32 --threads 1 {QUICK}"
-SYSTEMS_OF = f"systems --systems ddp --width 32 --layers 1 --tokens 4 --world-size 1 {QUICK}"
-PROGRAM = "sh -c 'echo $RINGCOMM_TRACE_EVENTS >events; cp -r {recordings}/. $RINGCOMM_TRACE'"
-# Of each form of a command: what follows the options, and those that have an effect. Another form
-# shows the effect of those before a bar.
-FORMS: list[tuple[str, str, str]] = [
-    ("bench", "--world-size 2 --seconds 0", "world-size seconds html json"),
-    ("doctor", "--world-size 2 --seconds 0", "world-size seconds json"),
-    ("doctor", "--job {job}", "job json verdict dump"),
-    ("doctor", "--job {job} --dump {new}", "json verdict"),
-    ("doctor", "--job {job} --verdict", "dump"),
-    ("plan", PLAN_OF, f"tuning | {PLAN}"),
-    ("plan", f"{PLAN_OF} --hardware cpu-core", f"{PLAN} | tuning"),
-    ("plan", f"{PLAN_OF} --json", f"{PLAN.replace(' top why json', '')} tuning |"),
-    ("plan", "--collectives", "tuning"),
-    ("show", "ring", "ranks bytes trace output"),
-    ("show", "ring --trace {trace}", "seq output trace"),
-    ("show", "memory", "model ranks output"),
-    ("show", "lomo", "model output"),
-    ("show", "pipeline", "ranks micro-batches timeline output"),
-    ("show", "pipeline --timeline {timeline}", "output"),
-    ("show", "tensor", "model ranks output"),
-    ("show", "loss", "ranks output"),
-    ("show", "trace --trace {trace}", "output trace"),
-    ("trace", f"-- {PROGRAM}", "output events html"),
-    ("trace", "--merge {recordings}", "output html"),
-    (
-        "tune",
-        "--world-sizes 2 --sizes 1k,2k --seconds 0 --repeats 0 --force",
-        "world-sizes sizes seconds repeats json force",
-    ),
-    ("bench collectives", f"all_reduce --sizes 1k {QUICK}", SWEEP),
-    ("bench collectives", f"all_reduce --sizes 1k --device cuda {QUICK}", f"{SWEEP} | {GPUS}"),
-    ("bench OP", SMALL_LOSS, LOSS),
-    ("bench OP", f"{SMALL_LOSS} --device cuda", f"{LOSS} | layout mps"),
-    (
-        "bench systems",
-        SYSTEMS_OF,
-        "seconds repeats world-size systems over width layers rows tokens all plot html json",
-    ),
-    (
-        "bench cores",
-        f"cores --sizes 1k --ops all_reduce --threads 1 {QUICK}",
-        "seconds repeats worlds threads ops sizes tuning json",
-    ),
-]
-# Options that begin another form.
-MODES = {"--job", "--collectives", "--merge", "--trace", "--timeline"}
 
 
 def parser_of(command: str, rest: str) -> argparse.ArgumentParser:
@@ -342,52 +203,90 @@ def test_the_forms_are_those_of_all_commands() -> None:
     assert of_bench - {"all_reduce"} == {*front_door.ALONE}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("plan --gpus 8", "arguments are required: --model"),
-        ("plan", "arguments are required: --model, --gpus"),
-        ("doctor --dump {new}", "--dump needs --job PID"),
-        ("doctor --job 7 --dump {new} --seconds 1", "--seconds has no effect with --job PID"),
-        ("doctor --job 7 --json --verdict", "--json has no effect with --verdict"),
-        ("trace", "give one of: -- COMMAND, --merge FOLDER"),
-        ("trace -- true --merge x", None),
-        ("trace --merge {folder} -- true", "give one of"),
-        ("trace --merge {folder}/a -o {new}", None),  # as in RINGCOMM_FLIGHT_DUMP
-        ("bench --html {new} --json {new}", "is given for two files"),
-        ("show trace --trace {file} -o {file}", "is given for two files"),
-        ("show trace --trace a.json -o {file}", "is given for two files"),
-        ("trace --html ringcomm-trace.json -- true", "is given for two files"),
-        ("show loss --ranks 5", "5 ranks cannot share them"),
-        ("show trace", "page trace needs --trace FILE"),
-        ("tune --sizes 1k,1024", "at least 2 different sizes"),
-        ("plan --model gpt2 --gpus 1 --hardware h10", "did you mean h100?"),
-        ("plan --model gpt2 --gpus 1 --systems ddp,zero4", "did you mean zero3?"),
-        ("bench --seconds 1 all_reducee", "did you mean all_reduce?"),
-        ("bench --json barrier barrier", None),
-        ("bench barrier --sizes 1k", "--sizes has no effect with op barrier"),
-        ("bench --graph 3 all_reduce", "--graph has no effect with device cpu"),
-        ("bench --ops barrier cores", "'barrier' is none of"),
-        ("bench --ops broadcast cores", None),
-        ("bench --mps all_reduce --device cuda", None),
-    ],
-)
-def test_options_together(
-    line: str, message: str | None, paths: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A message of None: it is right.
+OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+LLAMA = "plan --model llama-7b --gpus 8"
+# A message of None: the line is right.
+LINES: list[tuple[str, str | None]] = [
+    ("", "COMMAND"),
+    ("juggle", "invalid choice: 'juggle'"),
+    ("benhc", "; did you mean bench?"),
+    ("plan --gpus 8", "arguments are required: --model"),
+    ("plan", "arguments are required: --model, --gpus"),
+    ("plan --model gpt2 --gpus 1 --hardware h10", "did you mean h100?"),
+    ("plan --model gpt2 --gpus 1 --systems ddp,zero4", "did you mean zero3?"),
+    ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
+    (f"{LLAMA} --why 100000", "--why must be 1 to "),
+    (f"{LLAMA} --memory 80M", "less than the 1.00 GiB that the driver uses"),
+    (f"{LLAMA} --tuning /proc/version", "not JSON"),
+    ("doctor --dump {new}", "--dump needs --job PID"),
+    ("doctor --job 7 --dump {new} --seconds 1", "--seconds has no effect with --job PID"),
+    ("doctor --job 7 --json --verdict", "--json has no effect with --verdict"),
+    ("trace", "give one of: -- COMMAND, --merge FOLDER"),
+    ("trace -- true --merge x", None),
+    ("trace --merge {folder} -- true", "give one of"),
+    ("trace --merge {folder}/a -o {new}", None),  # as in RINGCOMM_FLIGHT_DUMP
+    ("trace --merge /proc/self/fdinfo", "ringcomm trace: nothing was recorded"),
+    ("trace -o {new} -- /no/such/program", "cannot run /no/such/program: No such file"),
+    ("trace -o {new} -- {file}", "cannot run {file}: "),
+    ("trace --html ringcomm-trace.json -- true", "is given for two files"),
+    ("show trace --trace {file} -o {file}", "is given for two files"),
+    ("show trace --trace a.json -o {file}", "is given for two files"),
+    ("show loss --ranks 5", "5 ranks cannot share them"),
+    ("show trace", "page trace needs --trace FILE"),
+    ("show memory --model nothing", "'nothing' is neither a model nor a config.json"),
+    ("show tensor --model mixtral-8x7b", "mixtral-8x7b has experts"),
+    ("tune --sizes 1k,1024", "at least 2 different sizes"),
+    ("bench juggle", "invalid choice: 'juggle'"),
+    ("bench --seconds 1 all_reducee", "did you mean all_reduce?"),
+    ("bench --html {new} --json {new}", "is given for two files"),
+    ("bench --json barrier barrier", None),
+    ("bench barrier --sizes 1k", "--sizes has no effect with op barrier"),
+    ("bench --graph 3 all_reduce", "--graph has no effect with device cpu"),
+    ("bench --ops barrier cores", "'barrier' is none of"),
+    ("bench --ops broadcast cores", None),
+    ("bench --mps all_reduce --device cuda", None),
+    ("bench all_reduce,systems", "systems must be the only operation"),
+    ("bench all_reduce --peers nccl", "add --device cuda"),
+    ("bench all_reduce --peers carrier_pigeon", "has no backend 'carrier_pigeon'"),
+    ("bench all_reduce --peers gloo", "built without gloo"),
+    ("bench cross_entropy --world-size 2 --peers torch", "--peers are for one rank"),
+    ("bench cross_entropy --device abacus", "this torch finds no abacus device here"),
+    ("bench sendrecv --world-size 1", "at least two ranks"),
+    ("bench all_reduce --device no_such_device", "no no_such_device device here"),
+    ("bench all_reduce --nccl-library /nowhere/libnccl.so", "/nowhere/libnccl.so"),
+    ("bench cores --tuning /proc/version", "tuning file '/proc/version': not JSON"),
+    ("bench systems --plot it.doc", "--plot it.doc: the file name must end in one of"),
+    *((line, "torchrun") for line in ("bench barrier --world-size 2", "tune", "doctor")),
+]
 
-    https://github.com/dathere/qsv/issues/4580: the output replaced the input of the same name.
+
+@pytest.mark.parametrize(("line", "message"), LINES)
+def test_a_wrong_line_is_one_line_and_status_2(
+    line: str,
+    message: str | None,
+    paths: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """https://github.com/dathere/qsv/issues/4580: the output replaced the input of the same name.
+
     https://github.com/VIDA-NYU/reprozip/issues/10: an option was right on one side of a word only.
     """
     argv = [word.format(**paths) for word in line.split()]
     if message is None:
         assert vars(_ringcomm.command.read(argv))
         return
-    with pytest.raises(SystemExit) as ended:
-        _ringcomm.command.read(argv)
-    assert ended.value.code == EXIT_BAD_INPUT
-    assert message in capsys.readouterr().err
+    monkeypatch.setitem(AVAILABLE, "gloo", lambda: False)  # as a torch built without it says
+    for name, value in OF_TORCHRUN.items() if message == "torchrun" else ():
+        monkeypatch.setenv(name, value)
+    try:
+        status: Any = cli.run(argv)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == EXIT_BAD_INPUT
+    err = capsys.readouterr().err
+    assert message.format(**paths) in err
+    assert err.count("\n") == 1
 
 
 def test_a_wheel_has_no_operations(
@@ -406,16 +305,14 @@ def test_a_wheel_has_no_operations(
     assert "did you mean" not in second
 
 
-def test_names_of_the_plan_are_the_planners() -> None:
-    """They are known before the planner is imported, which needs torch."""
+def test_what_is_known_before_torch_is_imported_is_what_there_is() -> None:
+    from ringcomm import show
     from ringcomm.planner import job
 
+    assert {*_ringcomm.command.OPERATIONS} == {*operations.OPERATIONS, *front_door.ALONE}
+    assert (*cross_entropy.TOLERANCES,) == front_door.LOSS_DTYPES
+    assert (*cross_entropy.PEERS,)[3:] == front_door.LOSS_PEERS
+    assert all(hasattr(torch, name) for name in front_door.DTYPES)
     assert tuple(job.SYSTEMS) == _ringcomm.command.SYSTEMS
     assert job.SCHEDULES == _ringcomm.command.SCHEDULES
-
-
-def test_the_page_loss_has_its_classes() -> None:
-    from ringcomm import show
-
     assert len(show.loss(4)["logits"]) == _ringcomm.command.NUM_CLASSES
-    assert json.dumps(show.loss(12))

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import os
 import re
-from itertools import combinations
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from browsers import PHONE, SCREEN, data_of, opened
-from schedule_simulation import simulate
+from browsers import data_of
 from torch import nn
 
 from _ringcomm import start as cli
 from ringcomm import show
 from ringcomm.parallel import zero
-from ringcomm.parallel.pipeline.schedules import Action, Timeline
-from ringcomm.testing import run_ranks
-from ringcomm.trace import merge
 
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -58,6 +57,30 @@ def test_a_page_needs_no_other_file(page: str, tmp_path: Path) -> None:
     assert links == ["http://www.w3.org/2000/svg"]  # a name, not an address
 
 
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+
+sys.modules["torch"] = None  # import torch raises ImportError
+import site_pages
+
+for name in site_pages.SHOWN:
+    Path(f"{name}.html").write_text(site_pages.show_page(name), encoding="utf-8")
+"""
+
+
+def test_the_site_has_the_pages_as_the_command_writes_them(tmp_path: Path) -> None:
+    """The data of `memory` comes from a file there: python tools/show_pictures.py memory.json"""
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=60)
+    names = sorted(path.stem for path in tmp_path.glob("*.html"))
+    assert names == sorted({*show.TITLES} - {"trace"})  # which is of a user's own file
+    for name in names:
+        made = written(name, path=tmp_path / "made.html").read_bytes()
+        assert (tmp_path / f"{name}.html").read_bytes() == made, name
+
+
 @pytest.mark.parametrize(
     ("page", "options"),
     [
@@ -71,23 +94,6 @@ def test_what_is_shown_without_options(page: str, options: str, tmp_path: Path) 
     first = written(page, path=tmp_path / "first.html")
     second = written(page, *options.split(), path=tmp_path / "second.html")
     assert first.read_bytes() == second.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["ring", "--trace", "{file}"], "is not a trace written by `ringcomm trace`"),
-        (["memory", "--model", "nothing"], "'nothing' is neither a model nor a config.json"),
-        (["pipeline", "--timeline", "{file}"], "was not written by Timeline.export_chrome_trace()"),
-        (["tensor", "--model", "mixtral-8x7b"], "mixtral-8x7b has experts"),
-    ],
-)
-def test_bad_input(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "file.json"
-    file.write_text("{}", encoding="utf-8")
-    refused([argument.format(file=file) for argument in arguments], said, capsys)
 
 
 def refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,28 +113,47 @@ STEP = {"cat": "step", "name": "reduce_scatter step 1", "pid": 1, "ts": 0, "args
 NO_TRACE, NO_TIMELINE = "is not a trace written by `ringcomm trace`", "was not written by Timeline"
 
 
+WHOLE = '{"otherData": {"clock": []}, "traceEvents": [{"name": "all_reduce"}]}'
+NO_TRACES: dict[str, bytes] = {
+    "of torch.profiler": json.dumps(
+        {"traceEvents": [EVENT], "distributedInfo": {"rank": 0}}
+    ).encode(),
+    "without its end": WHOLE[:-20].encode(),
+    "without its end.gz": gzip.compress(WHOLE.encode())[:-12],
+    "not compressed.gz": WHOLE.encode(),
+    "a list": b"[1, 2]",
+    "events that are none": b'{"traceEvents": [1]}',
+    "numbers as events": b'{"otherData": {"clock": []}, "traceEvents": [1]}',
+    "binary": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("kind", NO_TRACES)
+@pytest.mark.parametrize("page", ["trace", "ring"])
+def test_a_file_that_is_no_trace(
+    kind: str, page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """https://github.com/facebookresearch/HolisticTraceAnalysis/issues/17: a long traceback.
+
+    And https://github.com/google/trace-viewer/issues/145: a file without its end.
+    """
+    file = tmp_path / kind
+    file.write_bytes(NO_TRACES[kind])
+    refused([page, "--trace", str(file)], f"{file} {NO_TRACE}", capsys)
+
+
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("events", "said"),
     [
-        (
-            '{"otherData": {"clock": ""}, "traceEvents": [{"cat": "collective", "args": {}}]}',
-            "has no ring collective; ringcomm",
-        ),
-        ('{"traceEvents": [1]}', NO_TRACE),
-        ('{"traceEvents": 1}', NO_TRACE),
-        ("[]", NO_TRACE),
-        ("\x1f\x8b no text", NO_TRACE),
-        # Its collective is missing.
-        (json.dumps({"otherData": {"clock": ""}, "traceEvents": [STEP]}), NO_TRACE),
-        (json.dumps({"traceEvents": [STEP]})[:-9], NO_TRACE),
+        ([{"cat": "collective", "args": {}}], "has no ring collective; ringcomm"),
+        ([STEP], NO_TRACE),  # its collective is missing
     ],
 )
-def test_a_file_without_a_ring(
-    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_trace_without_a_ring(
+    events: list[Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """https://github.com/google/trace-viewer/issues/145: a trace that was cut off."""
     file = tmp_path / "file.json"
-    file.write_text(content, encoding="latin-1")
+    file.write_text(json.dumps({"otherData": {"clock": ""}, "traceEvents": events}))
     refused(["ring", "--trace", str(file)], said, capsys)
 
 
@@ -274,359 +299,3 @@ def test_memory_over_a_backward_pass(tmp_path: Path) -> None:
     layer = 4 * 64 * 64 + 3 * 64 * 96 + 2 * 64
     assert sum(one["bytes"] for one in sizes) == 2 * (2 * 128 * 64 + 2 * layer + 64)
     assert sum(one["activations"] > 0 for one in sizes) == 4  # one for each unit
-
-
-# ---- in a browser
-
-
-def set_to(page: Any, name: str, value: object) -> None:
-    page.locator(name).fill(str(value))
-    page.locator(name).dispatch_event("change")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [SCREEN, PHONE], ids=["screen", "phone"])
-@pytest.mark.parametrize("page", show.TITLES)
-def test_pages_fit_the_screen(browser: Any, page: str, size: Any, tmp_path: Path) -> None:
-    with opened(browser, written(page, path=tmp_path / "page.html"), size) as shown:
-        assert shown.locator("svg").count() >= 1
-        assert shown.locator("svg rect, svg path").count() > 5
-        widths = "all => all.map(svg => [svg.clientWidth, svg.viewBox.baseVal.width])"
-        for width, own in shown.locator("figure svg").evaluate_all(widths):
-            assert 13 * width >= 11 * (own - 1)  # texts of 13 px have at least 11 px
-        if page != "loss":  # twelve numbers in a row do not fit on a phone
-            figure = shown.locator("#picture")
-            assert figure.evaluate("figure => figure.scrollWidth - figure.clientWidth") == 0
-        clipped = "all => all.filter(one => one.scrollWidth > one.clientWidth + 1).length"
-        assert shown.locator(".halves span").evaluate_all(clipped) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4, 11, 20, 64])
-def test_names_of_chunks_are_whole_on_a_phone(browser: Any, ranks: int, tmp_path: Path) -> None:
-    with opened(browser, written("ring", path=tmp_path / "page.html"), PHONE) as page:
-        set_to(page, "#ranks", ranks)
-        lefts = "all => all.map(text => text.getBBox().x)"
-        names = page.locator("#picture text.faint")
-        assert names.count() == (ranks if ranks <= 20 else ranks // 8)
-        assert min(names.evaluate_all(lefts)) >= 0
-
-
-# Of each page with a table of numbers: the columns that a phone shows without scrolling.
-FIRST_COLUMNS = {
-    "memory": ["system", "in all"],
-    "lomo": ["optimizer", "now", "most"],
-    "trace": ["", "wait", "call"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", FIRST_COLUMNS)
-def test_a_phone_shows_the_totals_of_a_table(browser: Any, page: str, tmp_path: Path) -> None:
-    with opened(browser, written(page, path=tmp_path / "page.html"), PHONE) as shown:
-        table = shown.locator("#sums, #table")
-        heads = table.locator("th")
-        first = FIRST_COLUMNS[page]
-        assert heads.all_inner_texts()[: len(first)] == first
-        rights = heads.evaluate_all("all => all.map(one => one.getBoundingClientRect().right)")
-        assert max(rights[: len(first)]) <= PHONE["width"]
-        assert all("".join(column) for column in columns_of(table))
-
-
-def columns_of(table: Any) -> list[tuple[str, ...]]:
-    """The texts of each column below its head."""
-    rows = table.locator("tbody tr").all()
-    return [*zip(*(row.locator("td").all_inner_texts() for row in rows), strict=True)]
-
-
-@pytest.mark.slow
-def test_a_trace_without_phases_has_no_columns_for_them(browser: Any, tmp_path: Path) -> None:
-    trace = json.loads(ring_trace(tmp_path).read_text(encoding="utf-8"))
-    trace["traceEvents"] = [e for e in trace["traceEvents"] if e.get("cat") != "program"]
-    (tmp_path / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
-    path = written("trace", "--trace", str(tmp_path / "trace.json"), path=tmp_path / "page.html")
-    with opened(browser, path) as page:
-        assert page.locator("#sums th").all_inner_texts() == ["", "wait", "call"]
-        assert page.locator(".legend span").all_inner_texts() == ["■ call", "■ wait"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["ring", "two_shot", "one_shot"])
-@pytest.mark.parametrize("n", [2, 3, 8, 64])
-def test_every_rank_gets_the_sum(browser: Any, algorithm: str, n: int, tmp_path: Path) -> None:
-    with opened(browser, written("ring", path=tmp_path / "page.html")) as page:
-        set_to(page, "#ranks", n)
-        page.locator("#algorithm").select_option(algorithm)
-        steps = {"ring": 2 * (n - 1), "two_shot": 2, "one_shot": 1}[algorithm]
-        assert page.locator("#step").get_attribute("max") == str(steps)
-        complete = "+".join(map(str, range(n)))
-        page.locator("#step").fill(str(steps - 1))
-        cells = page.locator(f'rect.cell[data-parts="{complete}"]')
-        assert cells.count() < n * n  # a negative control
-        page.locator("#step").fill(str(steps))
-        assert cells.count() == n * n
-        received = n - 1 if algorithm == "one_shot" else 2 * (n - 1) / n
-        assert (
-            f"received {float(f'{received:.3g}'):g} × the buffer"
-            in page.locator("#sent").inner_text()
-        )
-
-
-@pytest.mark.slow
-def test_a_recorded_ring_says_who_waited(browser: Any, tmp_path: Path) -> None:
-    trace = str(ring_trace(tmp_path))
-    with opened(browser, written("ring", path=tmp_path / "page.html")) as page:
-        assert page.locator("#recorded").is_hidden()
-    with opened(browser, written("ring", "--trace", trace, path=tmp_path / "page.html")) as page:
-        assert "all_reduce #7 of 2 ranks, from trace.json" in page.locator("#recorded").inner_text()
-        page.locator("#step").fill("1")
-        said = page.locator("#waits").inner_text()
-        assert "rank 1 waited 2 µs for rank 0" in said
-        assert "took 9 µs" in said
-        page.locator("#play").click()
-        page.wait_for_function("document.getElementById('step').value === '2'")
-        set_to(page, "#ranks", 3)
-        assert page.locator("#recorded").is_hidden()
-
-
-def reduce_once(rank: int) -> None:
-    dist.all_reduce(torch.ones(4096))
-
-
-@pytest.mark.slow
-def test_a_recorded_job_in_a_browser(browser: Any, tmp_path: Path) -> None:
-    with opened(browser, written("trace", path=tmp_path / "page.html")) as page:
-
-        def kinds() -> list[str]:
-            boxes = page.locator("rect.event")
-            found = boxes.evaluate_all("all => all.map(box => box.dataset.kind)")
-            return sorted(kind for kind in found if kind != "wait")
-
-        phases = ["forward", "backward", "optimizer"]
-        assert kinds() == sorted([*phases, "call", "call"])
-        assert page.locator('rect.event[data-kind="wait"][data-rank="1"]').count() == 2
-        row = page.locator("#sums tbody tr").nth(0).locator("td").all_inner_texts()
-        assert row == ["rank 0", "", "20 µs (16.7 %)", *["30 µs (25 %)"] * 3]
-        (arrow,) = page.locator("path.arrow").all()  # rank 0 has waited for 0 µs
-        assert "rank 1 waited 4 µs for rank 0" in arrow.text_content()
-        page.locator('rect.event[data-kind="backward"]').click()
-        assert page.locator("#chosen").inner_text() == "rank 0: backward, 30 µs, from 60 µs on"
-        page.locator("#closer").click()  # from 30 to 90 µs
-        assert kinds() == ["backward", "forward"]
-        page.locator("#whole").click()
-        assert len(kinds()) == 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 5])
-def test_the_steps_are_those_of_a_real_ring(
-    browser: Any, n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which chunk a rank receives in which step, in a trace of ringcomm's own ring."""
-    monkeypatch.setenv("RINGCOMM_TRACE", str(tmp_path / "recorded"))
-    monkeypatch.setenv("RINGCOMM_ALGORITHM", "ring")
-    run_ranks(n, reduce_once, timeout_s=300.0)
-    trace = tmp_path / "trace.json"
-    merge.merge([tmp_path / "recorded"], trace)
-    found = show.ring_of(trace)
-    real = {
-        (e["name"], found.ranks[e["pid"]], e["args"]["from"], e["args"]["chunk"])
-        for e in found.steps
-        if "from" in e["args"]
-    }
-    with opened(browser, written("ring", "--trace", str(trace), path=tmp_path / "p.html")) as page:
-        steps = page.evaluate(f"ALGORITHMS.ring({n})")
-        shown = {
-            (step["name"], f"rank {move['to']}", move["from"], move["chunk"])
-            for step in steps
-            for move in step["moves"]
-        }
-        assert shown == real
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("p", "m", "schedule"),
-    [
-        (p, m, schedule)
-        for p, m in [(1, 1), (2, 4), (4, 8), (8, 16)]
-        for schedule in ["gpipe", "1f1b", "interleaved", "zero-bubble"]
-        if schedule != "interleaved" or p > 1  # one rank has nothing to interleave
-    ],
-)
-def test_schedules_are_the_librarys(
-    browser: Any,
-    schedule: str,
-    p: int,
-    m: int,
-    tmp_path: Path,
-) -> None:
-    """Every action begins and ends when the simulation of torch's own schedules says."""
-    with opened(browser, written("pipeline", path=tmp_path / "page.html")) as page:
-        actions = page.evaluate(f"simulated('{schedule}', {p}, {m})")
-        expected = simulate(schedule, num_ranks=p, num_microbatches=m)
-        # A gradient of inputs that nobody needs takes no time of the simulation's first stage.
-        assert {(a["rank"], a["kind"], a["stage"], a["microBatch"]) for a in actions} == {
-            (a.rank, a.kind, a.stage, a.micro_batch) for a in expected.actions
-        }
-        assert page.evaluate(f"idleShare(simulated('{schedule}', {p}, {m}), {p})") == pytest.approx(
-            float(expected.bubble())
-        )
-        live = expected.max_live()
-        times = [(float(a.begin_us), float(a.end_us)) for a in expected.actions]
-        assert sorted((a["begin"], a["end"]) for a in actions) == sorted(times)
-        if schedule != "interleaved":
-            assert [
-                page.evaluate(f"maxLive(simulated('{schedule}', {p}, {m}), {r})") for r in range(p)
-            ] == [live[rank] for rank in range(p)]
-
-
-@pytest.mark.slow
-def test_a_step_of_a_pipeline_is_stepped_through(browser: Any, tmp_path: Path) -> None:
-    """Full boxes have begun before the line."""
-    expected = simulate("zero-bubble", num_ranks=4, num_microbatches=8)
-    full = "all => all.filter(one => +one.getAttribute('fill-opacity') === 1).length"
-    with opened(browser, written("pipeline", path=tmp_path / "page.html")) as page:
-        page.locator("#schedule").select_option("zero-bubble")
-        assert page.locator("rect.action").evaluate_all(full) == len(expected.actions)
-        assert page.locator("#picture line").count() == 0
-        ends = sorted({a.end_us for a in expected.actions})
-        for step, time in ((0, 0), (1, ends[0]), (9, ends[8])):
-            page.locator("#step").fill(str(step))
-            begun = sum(a.begin_us < time for a in expected.actions)
-            assert page.locator("rect.action").evaluate_all(full) == begun
-            done = sum(a.end_us <= time for a in expected.actions)
-            assert f"{done} of {len(expected.actions)} computations" in (
-                page.locator("#now").inner_text()
-            )
-            assert page.locator("#picture line").count() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["ring", "memory", "lomo", "pipeline", "tensor"])
-def test_play_ends_at_the_last_step(browser: Any, page: str, tmp_path: Path) -> None:
-    with opened(browser, written(page, path=tmp_path / "page.html")) as shown:
-        shown.locator("#play").click()
-        assert shown.locator("#play").inner_text() == "Pause"
-        is_over = "document.getElementById('play').textContent === 'Play'"
-        shown.wait_for_function(is_over, timeout=120_000)
-        slider = shown.locator("input[type=range]")
-        assert slider.input_value() == slider.get_attribute("max")
-
-
-@pytest.mark.slow
-def test_a_recorded_pipeline(browser: Any, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    actions = (Action(0, "F", 0, 0, 0.0, 1.0), Action(1, "F", 1, 0, 1.0, 2.0))
-    Timeline(
-        2, (*actions, Action(1, "B", 1, 0, 2.0, 4.0), Action(0, "B", 0, 0, 4.0, 6.0))
-    ).export_chrome_trace(path)
-    with opened(
-        browser, written("pipeline", "--timeline", str(path), path=tmp_path / "p.html")
-    ) as page:
-        assert page.locator("rect.action").count() == 4
-        assert "Idle: 50 %" in page.locator("#idle").inner_text()
-
-
-@pytest.mark.slow
-def test_bars_have_the_bytes_of_the_data(browser: Any, tmp_path: Path) -> None:
-    path = written("memory", "--ranks", "8", path=tmp_path / "page.html")
-    rows = {(row["system"], row["ranks"]): row for row in data_of(path)["rows"]}
-    with opened(browser, path) as page:
-        for idx, ranks in enumerate((2, 4, 8)):
-            page.locator("#ranks").fill(str(idx))
-            bars = page.locator("rect.part").evaluate_all(
-                "bars => bars.map(bar => ({...bar.dataset}))"
-            )
-            assert len(bars) == 6 * 5
-            for bar in bars:
-                assert int(bar["bytes"]) == rows[bar["system"], ranks][bar["part"]]
-
-
-@pytest.mark.slow
-def test_lomo_has_one_gradient(browser: Any, tmp_path: Path) -> None:
-    """Of llama-7b it is less than a pixel: a mark shows where it is, and a number how large."""
-    heights = "all => all.map(one => one.getBoundingClientRect().height)"
-    with opened(browser, written("lomo", path=tmp_path / "page.html")) as page:
-        said = page.locator("text.gradients").all_text_contents()
-        assert said == ["gradients now: 6.28 GiB"] * 2 + ["gradients now: 32 MiB"]
-        assert min(page.locator("rect.mark").evaluate_all(heights)) >= 3
-    path = written("lomo", "--model", config_of(tmp_path), path=tmp_path / "page.html")
-    sizes = [one["bytes"] for one in data_of(path)["sizes"]]
-    with opened(browser, path) as page:
-
-        def most(name: str) -> int:
-            return max(
-                page.evaluate(f"memoryAt('{name}', {count}).gradients")
-                for count in range(len(sizes) + 1)
-            )
-
-        assert most("LOMO") == max(sizes)
-        assert most("SGD") == most("AdamW") == sum(sizes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "target"), [(1, 0), (4, 3), (12, 7)])
-def test_the_loss_is_torchs(browser: Any, n: int, target: int, tmp_path: Path) -> None:
-    path = written("loss", path=tmp_path / "page.html")
-    logits = torch.tensor([data_of(path)["logits"]], dtype=torch.float64)
-    with opened(browser, path) as page:
-        page.locator("#ranks").select_option(str(n))
-        page.locator("#target").fill(str(target))
-        shown = float(page.locator("#merged").get_attribute("data-loss"))
-        expected = nn.functional.cross_entropy(logits, torch.tensor([target])).item()
-        assert math.isclose(shown, expected, rel_tol=1e-12)
-
-
-@pytest.mark.slow
-def test_a_block_has_four_collectives(browser: Any, tmp_path: Path) -> None:
-    path = written("tensor", "--ranks", "4", path=tmp_path / "page.html")
-    data = data_of(path)
-    with opened(browser, path) as page:
-        assert page.locator('rect.collective[data-pass="forward"]').count() == 2
-        assert page.locator('rect.collective[data-pass="backward"]').count() == 2
-        all_bytes = 4 * 2 * 3 / 4 * 2 * data["hidden"] * data["tokens"]
-        assert (
-            f"receives {all_bytes / 2**20:g} MiB in 4 all_reduces"
-            in page.locator("#facts").inner_text()
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "outputs"),
-    [
-        ("llama-7b", {2: "2,048 × 3,072", 3: "2,048 × 1,024", 7: "2,048 × 5,504"}),
-        (
-            "llama-3-8b",
-            {2: "8,192 × 1,536", 3: "8,192 × 1,024", 7: "8,192 × 7,168"},
-        ),  # grouped queries
-        ("gpt2", {2: "1,024 × 576", 3: "1,024 × 192", 7: "1,024 × 768"}),  # no gate
-    ],
-)
-def test_widths_are_the_models(
-    browser: Any, model: str, outputs: dict[int, str], tmp_path: Path
-) -> None:
-    path = written("tensor", "--model", model, path=tmp_path / "page.html")
-    with opened(browser, path) as page:
-        for step, said in outputs.items():
-            page.locator("#step").fill(str(step))
-            assert f"Output: {said} on each rank." in page.locator("#facts").inner_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [SCREEN, PHONE], ids=["screen", "phone"])
-def test_both_passes_of_a_block_have_all_of_its_layers(
-    browser: Any, size: Any, tmp_path: Path
-) -> None:
-    """And no name touches another one."""
-    boxes = "all => all.map(one => one.getBoundingClientRect().toJSON())"
-    with opened(browser, written("tensor", path=tmp_path / "page.html"), size) as page:
-        names = page.locator("#picture text.faint")
-        said = names.all_text_contents()
-        assert len(said) == 18
-        assert sorted(said[:9]) == sorted(said[9:])
-        found = names.evaluate_all(boxes)
-        for one, two in combinations(found, 2):
-            beside = one["right"] < two["left"] or two["right"] < one["left"]
-            assert beside or one["bottom"] <= two["top"] or two["bottom"] <= one["top"]

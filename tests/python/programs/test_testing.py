@@ -92,43 +92,6 @@ def test_a_rank_that_leaves_has_no_result() -> None:
     assert error.value.errors[1].startswith("its process ended with exit status 0 and no result")
 
 
-def note_and_sleep(rank: int, folder: str) -> None:
-    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
-    dist.barrier()
-    Path(folder, f"here.{rank}").touch()
-    while True:
-        try:
-            time.sleep(600)
-        except KeyboardInterrupt:  # a rank that cannot be interrupted
-            continue
-
-
-def is_there(pid: str) -> bool:
-    try:
-        return " Z " not in Path("/proc", pid, "stat").read_text()  # a zombie has ended
-    except OSError:
-        return False
-
-
-@slow
-def test_ranks_end_with_a_killed_test_runner(tmp_path: Path) -> None:
-    """https://github.com/underworldcode/underworld3/issues/639"""
-    program = f"import test_testing as t; t.run_ranks(2, t.note_and_sleep, {str(tmp_path)!r})"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = os.environ | {"PYTHONPATH": path}
-    runner = subprocess.Popen([sys.executable, "-c", program], env=environment)
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("here.*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    runner.kill()
-    runner.wait()
-    for rank in range(2):
-        while is_there((tmp_path / f"pid.{rank}").read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
 def test_ranks_that_are_late_are_ended() -> None:
     with pytest.raises(RanksFailedError, match=r"the ranks did not end in 1\.5 s"):
         run_ranks(1, sleep, timeout_s=1.5)

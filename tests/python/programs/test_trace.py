@@ -9,24 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import buildconfig
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ringcomm import Options, RingcommError, shrink, stats, testing
+from ringcomm import Options, RingcommError, shrink, stats
 from ringcomm.trace import recordings
-from ringcomm.trace.layout import TRACE_HEADER
 from ringcomm.trace.merge import Totals, merge
 
 Event = dict[str, Any]
@@ -36,24 +32,6 @@ ENVS: dict[str, list[dict[str, str]]] = {
     "messages": [{"RINGCOMM_TRANSPORT": "messages"}] * 3,
     "hosts": [{"RINGCOMM_HOST_ID": host} for host in "aab"],
 }
-PAGES = """
-#include <dlfcn.h>
-#include <errno.h>
-#include <stddef.h>
-#include <unistd.h>
-
-template <class F>
-static F* next(F*, const char* name) { return (F*)dlsym((void*)-1L, name); }
-
-extern "C" long sysconf(int name) noexcept {
-  return name == _SC_PAGESIZE ? PAGE_BYTES : next(sysconf, "sysconf")(name);
-}
-extern "C" void* mmap(void* at, size_t size, int prot, int flags, int fd, long offset) noexcept {
-  if (offset % PAGE_BYTES == 0) return next(mmap, "mmap")(at, size, prot, flags, fd, offset);
-  errno = EINVAL;
-  return (void*)-1L;
-}
-"""
 # Chunks of two slices and a half.
 CHUNK_ELEMS = {"shm": 5 * (256 << 10) // 8, "messages": 5 * (1 << 20) // 8}
 NUM_SLICES = 3
@@ -243,27 +221,6 @@ def test_a_killed_rank_leaves_what_it_has_recorded(env: str, tmp_path: Path) -> 
         assert "rank 1" in failure["name"]
 
 
-def come_too_late(rank: int) -> None:
-    dist.barrier()
-    if rank == 0:
-        with pytest.raises(dist.DistBackendError, match="waited for rank 1"):
-            dist.all_reduce(torch.ones(4))
-    else:
-        time.sleep(2.0)
-
-
-@pytest.mark.slow
-def test_a_time_out_is_there(tmp_path: Path) -> None:
-    record(tmp_path, come_too_late, world_size=2, group_timeout_s=1.0)
-    events, _ = merged(tmp_path)
-    assert titles(events) == ["rank 0 (failed)", "rank 1"]
-    (failure,) = [e for e in events if e.get("cat") == "note"]
-    assert "waited for rank 1" in failure["name"]
-    waits = [e for e in of(events, "wait", 0) if e["args"].get("seq") == 1]
-    assert [e["name"] for e in waits] == ["wait for rank 1"]
-    assert waits[0]["ts"] + waits[0]["dur"] <= failure["ts"]
-
-
 # ---- several groups, several hosts
 
 
@@ -310,168 +267,9 @@ def test_a_shrunk_group_has_a_name_of_its_own(tmp_path: Path) -> None:
     assert groups[-1].startswith(groups[0])
 
 
-def shared_library(source: Path, library: Path, *options: str) -> str:
-    """Compiles one from C++."""
-    compiler = buildconfig.compiler()
-    if shutil.which(compiler[0]) is None:
-        pytest.skip("no C++ compiler")
-    command = [*compiler, "-shared", "-fPIC", str(source), *options, "-o", str(library)]
-    subprocess.run(command, check=True, timeout=120)
-    return str(library)
-
-
 def meet(rank: int, num_times: int) -> None:
     for _ in range(num_times):
         dist.barrier()
-
-
-def test_pages_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 KiB, as on some arm64 systems: events are recorded, and read on any machine.
-
-    By a library that pretends such pages, and refuses to map a file at another offset.
-    """
-    (tmp_path / "pages.cc").write_text(PAGES)
-    library = shared_library(tmp_path / "pages.cc", tmp_path / "pages.so", "-DPAGE_BYTES=65536")
-    folder = tmp_path / "recorded"
-    env = {"LD_PRELOAD": library, "RINGCOMM_TRACE": str(folder), "RINGCOMM_TRACE_EVENTS": "64"}
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    testing.run_ranks(2, meet, 3)
-    processes = recordings.read([folder])
-    assert len(processes) == 2
-    for process in processes:
-        assert len([*recordings.collectives(process)]) == 3
-
-
-def test_a_recording_of_another_format_is_refused_by_its_name(tmp_path: Path) -> None:
-    record(tmp_path, meet, 1, world_size=2)
-    for path in tmp_path.glob("*.events"):
-        path.write_bytes(b"RINGTRC2" + path.read_bytes()[8:])
-    with pytest.raises(ValueError, match=r"is a recording of format 'RINGTRC2', and this ringcomm"):
-        merge([tmp_path], tmp_path / "trace.json")
-
-
-def move_to_another_host(log: Path, shift_ns: int) -> None:
-    """Makes a recording one of a host whose clock is ahead by `shift_ns`."""
-    entries = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
-    for entry in entries:
-        entry["anchor"][1] += shift_ns
-    entries[0]["clock"] = f"another {entries[0]['clock']}"
-    entries[0]["host"] = f"another-{entries[0]['host']}"
-    log.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries), encoding="utf-8")
-
-
-def test_clocks_of_hosts_are_aligned_by_common_calls(tmp_path: Path) -> None:
-    """Within what the note says; nothing in common, or clocks that drift: they are not merged."""
-    record(tmp_path, meet, 20, world_size=2)
-    (log,) = [log for log in tmp_path.glob("*.log") if '"rank": 1' in log.read_text("utf-8")]
-    shift_ns = 5_000_000_000
-    move_to_another_host(log, shift_ns)
-    events, notes = merged(tmp_path)
-    (note,) = notes
-    within_us = float(note.partition("±")[2].split()[0])
-    processes = recordings.read([tmp_path])
-    recordings.align(processes)
-    assert abs(processes[1].shift_ns + shift_ns) <= within_us * 1000 + 100
-    for seq in range(20):
-        first, second = (
-            e
-            for e in sorted(of(events, "collective"), key=lambda e: e["pid"])
-            if e["args"]["seq"] == seq
-        )
-        assert first["ts"] <= second["ts"] + second["dur"] + 0.001
-        assert second["ts"] <= first["ts"] + first["dur"] + 0.001
-    path = log.with_name(f"{log.name[:-4]}.events")
-    path.write_bytes(path.read_bytes()[: TRACE_HEADER.size])
-    with pytest.raises(ValueError, match="have no all_reduce or barrier in common"):
-        merge([tmp_path], tmp_path / "trace.json")
-
-
-def test_the_middle_of_what_common_calls_allow_is_taken() -> None:
-    """One clock is 1000 ahead; each rank has begun a barrier 40 before the other's end."""
-
-    def process(clock: str, *calls: tuple[int, int]) -> recordings.Process:
-        made = recordings.Process({"clock": clock, "host": clock, "pid": 1}, 0)
-        made.groups = {0: {"name": "g", "ranks": [0, 1], "rank": int(clock == "ahead")}}
-        of_all = {"kind": "collective", "group": 0, "op": "barrier"}
-        made.events = {
-            0: [
-                {**of_all, "seq": seq, "begin_ns": begin, "end_ns": end}
-                for seq, (begin, end) in enumerate(calls)
-            ]
-        }
-        return made
-
-    early = process("early", (100, 300), (500, 540))
-    ahead = process("ahead", (1100, 1300), (1500, 1540))
-    for first, second, shift in ((early, ahead, -1000), (ahead, early, 1000)):
-        assert "within ±0.0 µs" in recordings.align([first, second])[1]
-        assert second.shift_ns == shift
-
-
-def test_calls_on_a_device_are_not_those_on_cpus() -> None:
-    """They have numbers of their own, and it is known only when they were enqueued."""
-
-    def process(rank: int, *calls: tuple[bool, int]) -> recordings.Process:
-        made = recordings.Process({"clock": str(rank), "host": str(rank), "pid": rank}, 0)
-        made.groups = {0: {"name": "g", "ranks": [0, 1], "rank": rank}}
-        of_all = {"kind": "collective", "group": 0, "op": "barrier", "seq": 0}
-        made.events = {
-            row: [{**of_all, "on_device": on_device, "begin_ns": at, "end_ns": at + 100}]
-            for row, (on_device, at) in enumerate(calls)
-        }
-        return made
-
-    processes = [process(0, (False, 50), (True, 200)), process(1, (False, 100), (True, 9000))]
-    keys = [{key for key, *_ in recordings.collectives(each)} for each in processes]
-    assert keys[0] == keys[1]
-    assert len(keys[0]) == 2
-    assert "within ±0.1 µs" in recordings.align(processes)[1]
-
-
-def test_a_recording_that_is_named_twice_counts_once(tmp_path: Path) -> None:
-    folder = tmp_path / "recorded"
-    record(folder, meet, 3, world_size=2)
-    link = tmp_path / "link"
-    link.symlink_to(folder)
-    whole = merge([folder], tmp_path / "one.json")
-    assert merge([folder, folder, link], tmp_path / "two.json") == whole
-
-
-def end_log_early(log: Path) -> None:
-    """Makes a recording that of a killed process: all lines are of its first millisecond."""
-    entries = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
-    entries = [entry for entry in entries if not {"end", "left"} & entry.keys()]
-    ticks, ns = entries[0]["anchor"]
-    for entry in entries[1:]:
-        entry["anchor"] = [ticks + 1_000_000, ns + 700_000]  # which is wrong
-    entries[0]["clock"] = f"another {entries[0]['clock']}"  # the reader's clock adds no moment
-    log.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries), encoding="utf-8")
-
-
-def meet_late(rank: int) -> None:
-    dist.barrier()
-    time.sleep(0.5)
-    dist.barrier()
-
-
-def test_times_of_a_killed_process_are_right_by_the_late_moment(tmp_path: Path) -> None:
-    """Though its log ends early: the events' file has a moment by both clocks."""
-    record(tmp_path, meet_late, world_size=2)
-
-    def last_begins() -> list[int]:
-        found = recordings.read([tmp_path])
-        return [max(e["begin_ns"] for _, _, e in recordings.collectives(p)) for p in found]
-
-    expected = last_begins()
-    for log in tmp_path.glob("*.log"):
-        end_log_early(log)
-    assert last_begins() == pytest.approx(expected, abs=1e5)
-    for path in tmp_path.glob("*.events"):  # without the moments the line is wrong
-        data = path.read_bytes()
-        end = TRACE_HEADER.size
-        path.write_bytes(data[: end - 32] + bytes(32) + data[end:])
-    assert last_begins() != pytest.approx(expected, abs=1e5)
 
 
 # ---- limits
@@ -546,18 +344,7 @@ def test_totals_name_the_rank_that_the_others_wait_for() -> None:
         if rank:
             waited = {"cat": "wait", "pid": rank, "args": {"seq": 4, "rank": 0}}
             totals.add({"name": "wait for rank 0", "dur": 500.0} | waited)
-    head, *rows, others, longest = totals.lines()
-    assert head.split() == [
-        "collectives",
-        "time",
-        "in",
-        "them",
-        "of",
-        "it",
-        "waiting",
-        "most",
-        "for",
-    ]
+    _, *rows, others, longest = totals.lines()
     assert rows[1].split() == ["rank", "1", "1", "2.00", "ms", "500", "µs", "rank", "0"]
     assert others == "the others waited longest for rank 0: 1.00 ms in all"
     assert longest.startswith("the longest: all_reduce #4 of rank 2 3.00 ms, ")

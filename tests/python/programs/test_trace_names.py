@@ -1,32 +1,35 @@
-"""The names of calls: those of a trace are those of torch's profiler and of NVTX ranges. And
-`ringcomm trace`, the command.
-"""
+"""Names in a trace: those of calls are those of torch's profiler and of NVTX ranges."""
 
 from __future__ import annotations
 
 import ctypes
-import gzip
-import json
-import os
 import re
-import signal
+import shutil
 import subprocess
-import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+import buildconfig
 import pytest
 import torch
 import torch.distributed as dist
-from test_cli import finish, start
-from test_trace import merged, of, record, shared_library, titles
+from test_trace import merged, of, record
 
-from _ringcomm import start as cli
 from ringcomm import _C
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+
+def shared_library(source: Path, library: Path, *options: str) -> str:
+    """Compiles one from C++."""
+    compiler = buildconfig.compiler()
+    if shutil.which(compiler[0]) is None:
+        pytest.skip("no C++ compiler")
+    command = [*compiler, "-shared", "-fPIC", str(source), *options, "-o", str(library)]
+    subprocess.run(command, check=True, timeout=120)
+    return str(library)
 
 
 def call_everything(rank: int) -> None:
@@ -112,72 +115,19 @@ def test_nvtx_ranges_have_the_names_of_the_trace(tmp_path: Path) -> None:
         assert Counter(e["name"] for e in of(events, "call", rank)) == ranges[rank]
 
 
-# ---- `ringcomm trace`: the status of the program, Ctrl-C, and bad input
+def call_in_a_thread_of_odd_name(rank: int) -> None:
+    """As Python 3.14 names a thread: by the first 15 bytes of a text in UTF-8."""
 
-JOB = """
-import sys
-import torch, torch.distributed as dist
-dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=1)
-dist.all_reduce(torch.ones(3))
-print("reduced", flush=True)
-if sys.argv[1] == "wait":
-    import time
-    time.sleep(60)
-sys.exit(int(sys.argv[1]))
-"""
+    def call() -> None:
+        ctypes.CDLL(None).prctl(15, "Überträger für ö".encode()[:15])  # PR_SET_NAME
+        dist.barrier()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(60)
 
 
-def start_job(tmp_path: Path, argument: str) -> tuple[subprocess.Popen[str], Path]:
-    (tmp_path / "job.py").write_text(JOB)
-    output = tmp_path / "job.json.gz"
-    job = [sys.executable, str(tmp_path / "job.py"), argument]
-    command = [sys.executable, "-m", "ringcomm", "trace", "-o", str(output), "--", *job]
-    return start(*command), output
-
-
-def events_of(path: Path) -> list[Any]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return list(json.load(file)["traceEvents"])
-
-
-def test_command_has_the_status_of_the_program(tmp_path: Path) -> None:
-    process, output = start_job(tmp_path, "3")
-    status, out, err = finish(process)
-    assert (status, out) == (3, "reduced\n"), err
-    assert f"{output}: 1 rank, " in err
-    assert "ringcomm trace: the longest: all_reduce #0 of rank 0 " in err
-    events = events_of(output)
-    assert titles(events) == ["rank 0"]
-    assert [e["name"] for e in of(events, "call")] == ["ringcomm:all_reduce"]
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_program_and_leaves_a_trace(tmp_path: Path) -> None:
-    process, output = start_job(tmp_path, "wait")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "reduced\n"
-    os.kill(process.pid, signal.SIGINT)
-    status, _, err = finish(process)
-    assert status == 130, err
-    events = events_of(output)
-    assert titles(events) == ["rank 0 (ended early)"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "status", "message"),
-    [
-        ("-- /no/such/program", 2, "cannot run /no/such/program: No such file"),
-        ("-- true", 1, "nothing was recorded: no rank made a group"),
-        ("-- false", 1, "nothing was recorded"),
-    ],
-)
-def test_no_recording_is_said_in_one_line(
-    argv: str, status: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bad options: test_cli.py."""
-    output = tmp_path / "job.json"
-    given = argv.replace("FOLDER", str(tmp_path)).split()
-    assert cli.run(["trace", "-o", str(output), *given]) == status
-    err = capsys.readouterr().err
-    assert (message in err, err.count("\n")) == (True, 1), err
-    assert not output.exists()
+def test_a_thread_whose_name_is_not_unicode(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/64345: the whole recording was lost."""
+    record(tmp_path, call_in_a_thread_of_odd_name, world_size=2)
+    assert "barrier" in {e["name"] for e in merged(tmp_path)[0]}

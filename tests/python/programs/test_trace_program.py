@@ -146,8 +146,8 @@ class WithLoss(nn.Module):
         return {"loss": nn.functional.mse_loss(self.model(x), labels)}
 
 
-def trainer(model: nn.Module, make: Any = None) -> None:
-    """transformers.Trainer over DistributedDataParallel, or with an optimizer of ringcomm."""
+def trainer(model: nn.Module) -> None:
+    """transformers.Trainer over DistributedDataParallel."""
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
@@ -163,17 +163,7 @@ def trainer(model: nn.Module, make: Any = None) -> None:
             use_cpu=True,
         )
         rows = [{"x": torch.ones(8), "labels": torch.ones(8)}] * 8
-        optimizers = (make(model), None) if make else (None, None)
-        transformers.Trainer(
-            WithLoss(model), args, train_dataset=rows, optimizers=optimizers
-        ).train()
-
-
-def trainer_with_lomo(model: nn.Module) -> None:
-    from ringcomm.integrations.accelerate import register
-
-    register()
-    trainer(model, lambda m: Lomo(m, 0.1, group=dist.group.WORLD))
+        transformers.Trainer(WithLoss(model), args, train_dataset=rows).train()
 
 
 def run_system(rank: int, system: Callable[[Any], None]) -> None:
@@ -195,7 +185,6 @@ SYSTEMS: dict[Callable[[Any], None], list[list[str]]] = {
     offloaded_shards: [STEP] * 2,
     weights_in_host_memory: [STEP] * 2,
     trainer: [STEP] * 2,
-    trainer_with_lomo: [STEP] * 2,
     pipelined: [[F, F, B, B, O], [F, B, F, B, O]],
     zero_bubble: [[F, F, B, B, B, B, O], [F, B, F, B, B, B, O]],
 }
@@ -207,9 +196,9 @@ ENV = [
 
 @pytest.mark.parametrize("system", quick(SYSTEMS, ddp, pipelined), ids=name_of)
 def test_every_system_has_its_phases(system: Any, tmp_path: Path) -> None:
-    if system in (trainer, trainer_with_lomo):
+    if system is trainer:
         pytest.importorskip("transformers")
-    env = ENV if system in (trainer, trainer_with_lomo) else [{}] * 2
+    env = ENV if system is trainer else [{}] * 2
     record(tmp_path, run_system, system, world_size=2, env=env)
     events, notes = merged(tmp_path)
     assert notes == []

@@ -275,19 +275,25 @@ def test_reports_may_take_hours_in_all_but_not_each(monkeypatch: pytest.MonkeyPa
         measuring.run_ranks(1, lambda team: signal.pause(), found.append)
 
 
-def test_a_rank_that_fails_leaves_the_numbers_of_ranks_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RankError, KeyboardInterrupt])
+def test_what_was_measured_before_an_error_is_kept(
+    error: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def measure(world_size: int, *_: Any) -> list[algorithms.SizeTimes]:
         if world_size == 4:
-            raise RankError("rank 3: a traceback")
+            raise error("rank 3: a traceback")
         points = tuple(tuning.Point(1024, name, 1.0, 2.0, 3.5, 100) for name in algorithms.TUNED)
         return [algorithms.SizeTimes(points, 1.5, 0.0)]
 
     monkeypatch.setattr(algorithms, "measure_algorithms", measure)
     path = tmp_path / "tuning.json"
-    with pytest.raises(RankError, match="a traceback"):
+    path.write_text("of an earlier run")
+    with pytest.raises(error, match="a traceback"):
         algorithms.tune([2, 4], [1024], 0.1, 0, path)
-    found = tuning.load(f"{path}.interrupted")
-    assert [world.world_size for world in found.worlds] == [2]
-    assert not path.exists()
+    assert path.read_text() == "of an earlier run"
+    partial = Path(f"{path}.interrupted")
+    assert f"interrupted: {partial} has only the numbers of ranks above" in capsys.readouterr().out
+    assert [world.world_size for world in tuning.load(partial).worlds] == [2]

@@ -13,12 +13,9 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-import device_kernels
 import front_door
-import mps
 import placement
 import pytest
-import torch
 import verify_gpu
 from verify_gpu import Check
 
@@ -166,64 +163,6 @@ def test_a_run_goes_on_with_what_it_has(tmp_path: Path, monkeypatch: pytest.Monk
     assert found == {"build": "passed", "one": "passed", "cut": "stopped", "short": late}
 
 
-def driver_program(folder: Path, name: str, script: str) -> None:
-    """A stand-in for a program of NVIDIA's driver."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / name).chmod(0o755)
-
-
-def test_programs_of_the_driver_are_found_beside_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A GPU without a working nvidia-smi is an error; MPS's clients get what they need."""
-    folder = tmp_path / "bin"
-    monkeypatch.setattr(mps, "FOLDERS", (str(folder),))
-    monkeypatch.setattr(verify_gpu, "count_devices", lambda kind: 1)
-    assert verify_gpu.main(["--only", "facts", "--out", str(tmp_path)]) == 1
-    assert "nvidia-smi is neither on PATH" in capsys.readouterr().out
-    driver_program(folder, "nvidia-smi", "echo no devices were found; exit 6")
-    assert verify_gpu.main(["--only", "facts", "--out", str(tmp_path)]) == 1
-    assert "fails: no devices were found" in capsys.readouterr().out
-    driver_program(folder, "nvidia-smi", "echo 9.0; echo 10.0")
-    assert verify_gpu.gpu_archs() == ["90", "100"]
-
-    driver_program(folder, mps.CONTROL, "exit 0")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    before = dict(os.environ)
-    with mps.Mps():
-        assert os.environ["PATH"].startswith(f"{folder}:")
-        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
-        assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
-    assert dict(os.environ) == before
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    with mps.Mps():
-        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-
-
-# What nvidia-smi says of a GPU after its number, and what is said of it.
-WRONG = {
-    "570.10, Default, Disabled, 140000": "driver 570.10 is older than CUDA 13, which needs 580",
-    "590.48, Exclusive_Process, Disabled, 140000": "it is in exclusive mode, and without MPS a",
-    "590.48, Prohibited, Disabled, 140000": "it takes no programs: nvidia-smi -i 2 -c DEFAULT",
-    "590.48, Default, Enabled, 140000": "it is cut by MIG: ranks of one group need one slice",
-    "590.48, Default, Disabled, 2048": "2.0 GiB are free, and the large sizes need 8: nvidia-smi",
-    "590.48, Default, Disabled, 140000": "",
-}
-
-
-def test_gpus_that_do_not_serve_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = [[str(gpu), *line.split(", ")] for gpu, line in enumerate(WRONG)]
-    monkeypatch.setattr(verify_gpu, "query_gpus", lambda *_: seen)
-    verify_gpu.complain()
-    said = capsys.readouterr().out.splitlines()
-    wanted = [f"GPU {gpu}: {text}" for gpu, text in enumerate(WRONG.values()) if text]
-    assert len(said) == len(wanted)
-    assert all(line.startswith(start) for line, start in zip(said, wanted, strict=True))
-
-
 def test_without_a_gpu_nothing_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,48 +186,11 @@ checks = ["speed"]
 records = "backend=ringcomm, mode=graph, bytes=1k"
 figure = "p50_us"
 limit = "<= 8"
-[[aim]]
-checks = ["speed"]
-records = "way=in place"
-figure = "p50_us / way=copy"
-limit = "<= 1.25"
 """
 
 
 def nccl(num_bytes: int, ratio: float, **fields: Any) -> dict[str, Any]:
     return {"bytes": num_bytes, "backend": "nccl", "ratio": {"p50": ratio}, **fields}
-
-
-def way(name: str, us: float | None, vocab_size: int) -> dict[str, Any]:
-    return {"way": name, "p50_us": us, "vocab_size": vocab_size}
-
-
-@pytest.mark.parametrize(
-    ("idx", "records", "said"),
-    [
-        (0, [nccl(1 << 10, 4), nccl(1 << 16, 2.5, mode="graph"), nccl(1 << 20, 1)],
-         r"missed by 16\.7%: .*: aim >= 3, found 2\.5 \(bytes 65536, mode graph\)"),
-        (0, [nccl(1 << 10, 4), nccl(1 << 16, 2.5, verified=False)], "met: .* found 4 "),
-        (0, [nccl(1 << 20, 1), {"bytes": 1, "backend": "nccl", "ratio": None}], "no record: "),
-        (1, [{"backend": "Ringcomm", "mode": "graph", "bytes": 1024, "p50_us": 10}], "missed by 2"),
-        (2, [way("copy", 8, 10), way("in place", 10, 10), way("in place", 9, 20)], "met: .* 1.25 "),
-        (2, [way("copy", 7, 10), way("in place", 8, 10), way("in place", None, 10)], "met: .* 1.1"),
-        (2, [way("copy", 7, 10), way("in place", 10, 10)], "missed by 14.3%"),
-    ],
-)  # fmt: skip
-def test_the_worst_record_is_compared_with_an_aim(
-    idx: int, records: list[dict[str, Any]], said: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "checks.toml"
-    path.write_text(AIMS, encoding="utf-8")
-    kind, text = verify_gpu.judge(verify_gpu.load(path)[1][idx], records)
-    assert re.match(said, text), text
-    assert kind == {"no": "without a record"}.get(text.split()[0], text.split()[0].strip(":"))
-
-
-def test_a_condition_that_makes_no_sense_is_shown() -> None:
-    with pytest.raises(ValueError, match="no condition on a record: 'bytes > 3'"):
-        verify_gpu.condition_of("bytes > 3")
 
 
 def test_aims_are_of_checks_that_write_such_records() -> None:
@@ -307,44 +209,24 @@ def test_aims_are_of_checks_that_write_such_records() -> None:
 def test_a_check_says_what_became_of_its_aims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the records that it has appended, without one that was cut off."""
+    """By the worst of the records that it has appended, without one that was cut off."""
     monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
     path, records = tmp_path / "checks.toml", tmp_path / "records.jsonl"
-    old, new = (json.dumps(nccl(1024, ratio)) for ratio in (1, 4))
+    old, *new = (json.dumps(nccl(*each)) for each in ((1024, 1), (1024, 4), (65536, 2.5)))
     records.write_text(f"{old}\n")
-    command = f"echo '{new}' >> {records}; printf '{{' >> {records}"
+    command = "; ".join(f"echo '{one}' >> {records}" for one in new)
+    command += f"; printf '{{' >> {records}"
     check = Check("speed", command, 9, ())
     path.write_text(table_of(check) + AIMS)
     assert verify_gpu.verify([check], tmp_path, 60, path) == ({"speed": "passed"}, [])
     said = capsys.readouterr().out
-    assert "  met: ratio.p50 of backend=nccl, bytes<=64k: aim >= 3, found 4 (" in said
-    assert said.count("no record: ") == 2
-    assert "met: ratio.p50" in (tmp_path / "verify.log").read_text(encoding="utf-8")
+    worst = (
+        "  missed by 16.7%: ratio.p50 of backend=nccl, bytes<=64k: aim >= 3, found 2.5 (bytes 65536"
+    )
+    assert worst in said
+    assert said.count("no record: ") == 1
+    assert "missed by 16.7%: ratio.p50" in (tmp_path / "verify.log").read_text(encoding="utf-8")
     (written,) = verify_gpu.tables_of(path)["check"]
-    said = r"passed, 20\d\d-\d\d-\d\d, aims: 1 met, 2 without a record"
+    said = r"passed, 20\d\d-\d\d-\d\d, aims: 1 missed, 1 without a record"
     assert re.fullmatch(said, written["last_run"])
     assert path.read_text().endswith(AIMS)
-
-
-def test_gradients_are_no_extra_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an allocator that counts what a call takes, and what is left of it."""
-    state = {"now": 1000, "peak": 0}
-
-    class Result:
-        def __init__(self) -> None:
-            state["now"] += 70
-            state["peak"] = max(state["peak"], state["now"] + 5)
-
-        def __del__(self) -> None:
-            state["now"] -= 70
-
-    fakes = {
-        "synchronize": lambda device: None,
-        "reset_peak_memory_stats": lambda device: state.update(peak=state["now"]),
-        "memory_allocated": lambda device: state["now"],
-        "max_memory_allocated": lambda device: state["peak"],
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    assert device_kernels.extra_bytes(Result, torch.device("cuda")) == 5
-    assert device_kernels.extra_bytes(Result, torch.device("cpu")) is None

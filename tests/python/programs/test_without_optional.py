@@ -1,13 +1,11 @@
 """ringcomm without the packages that it does not declare: every import, and the calls around them.
 
-`make test-bare` runs other tests in the same environment.
+`.ci/run bare` runs other tests in the same environment.
 """
 
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -131,16 +129,3 @@ else:
 def test_calls_go_without_them_or_say_what_to_install(tmp_path: Path) -> None:
     _, errors = said_without_them(CALLS, tmp_path / "store")
     assert "tables need the package rich: pip install rich" in errors
-
-
-def test_tests_without_their_packages_are_left_out_by_name() -> None:
-    folder = "tests/python/programs"
-    files = [f"{folder}/test_trace_names.py", f"{folder}/test_ranks.py"]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-rs", *files]
-    env = {**os.environ, "PYTHONPATH": str(BARE)}
-    ran = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stdout
-    assert "test_trace_names.py:0: needs the package rich" in ran.stdout
-    assert "test_ranks.py::" in ran.stdout

@@ -16,6 +16,8 @@ import pair_optimizers
 import pytest
 import torch
 import torch.distributed as dist
+from full_states import full_weights
+from oracle import all_equal
 from ranks import in_ranks
 from steps import apply_steps, train_step
 from torch import Tensor, nn
@@ -371,19 +373,6 @@ def test_segment_reads_shape_and_dtype(is_reentrant: bool, options: dict[str, An
     check_same_as_sgd(steps, lambda: Gated("shape", is_reentrant=is_reentrant), **options)
 
 
-def test_weights_can_be_read_between_backward_and_step() -> None:
-    """Norms for a log: https://github.com/jiaweizzhao/GaLore/issues/66."""
-
-    def loop(model: Any, opt: Any) -> None:
-        for x in ROWS[:2]:
-            model(x).square().mean().backward()
-            assert all(float(param.detach().norm()) >= 0 for param in model.parameters())
-            assert type(copy.deepcopy(model)[0].weight) is nn.Parameter
-            apply_steps(opt)
-
-    check_same_as_sgd(loop)
-
-
 class Reused(nn.Module):
     """Weights in reentrant segments, and beside them."""
 
@@ -457,6 +446,30 @@ def test_passes_without_gradients_in_training_mode_delay_nothing() -> None:
     (model(ROWS[0]) - wanted).square().mean().backward()
     assert opt.held_bytes == 0
     opt.step()
+
+
+@pytest.mark.parametrize("how", ["fused", "replicas", "shards", "hooks"])
+@in_ranks(1)
+def test_lomo_names_itself_where_a_graph_runs_again(rank: int, how: str) -> None:
+    """https://github.com/kozistr/pytorch_optimizer/issues/64: weights are updated between two
+    backward passes through one graph."""
+    model = net()
+    if how == "shards":
+        fully_shard(model)
+    params = model.parameters() if how == "hooks" else model
+    group: Any = {"fused": "none", "shards": None}.get(how, dist.group.WORLD)
+    optimizer = Lomo(params, 0.1, model=model, group=group)
+    loss = model(torch.ones(2, 6)).sum()
+    loss.backward(retain_graph=True)
+    before = None if how == "shards" else full_weights(model)
+    with pytest.raises(RuntimeError, match=r"after its update by Lomo: .*accumulation_steps=N"):
+        (2 * loss).backward()
+    assert before is None or all_equal([*full_weights(model).values()], [*before.values()])
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = model(torch.ones(2, 6, requires_grad=True)).sum()
+    torch.autograd.grad(kept, [*model.parameters()][1], retain_graph=True)  # no update
+    optimizer.zero_grad()
 
 
 class Looped(nn.Module):
@@ -588,45 +601,6 @@ def test_schedulers(name: str) -> None:
             scheduler.step()
 
     check_same_as_sgd(loop)
-
-
-def test_scheduler_follows_a_loaded_state() -> None:
-    """https://github.com/microsoft/rat-sql/issues/45, https://github.com/pytorch/pytorch/issues/60265."""
-
-    def loop(model: Any, opt: Any) -> None:
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 8)
-        for x in ROWS[:3]:
-            steps(model, opt, [x])
-            scheduler.step()
-        saved = copy.deepcopy((opt.state_dict(), scheduler.state_dict()))
-        if isinstance(opt, Lomo):
-            opt.close()
-        opt = type(opt)(model.parameters() if isinstance(opt, torch.optim.SGD) else model, LR)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 8)
-        opt.load_state_dict(saved[0])
-        scheduler.load_state_dict(saved[1])
-        for x in ROWS[3:6]:
-            steps(model, opt, [x])
-            scheduler.step()
-
-    check_same_as_sgd(loop)
-
-
-@both_modes
-def test_blocks_take_turns(options: dict[str, Any]) -> None:
-    """BAdam trains one block at a time.
-
-    https://github.com/oval-group/dfw/pull/5, https://github.com/pytorch/pytorch/issues/115607
-    """
-
-    def loop(model: Any, opt: Any) -> None:
-        for i, x in enumerate(ROWS[:6]):
-            for j, block in enumerate((model[0], model[2], model[4])):
-                block.requires_grad_(j == i // 2)
-            steps(model, opt, [x])
-        model.requires_grad_(True)
-
-    check_same_as_sgd(loop, **options)
 
 
 @both_modes

@@ -19,7 +19,6 @@ from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import ringcomm.ops
 from ringcomm.parallel import ParallelDims, parallelize
 from ringcomm.parallel.loss import is_integer
 
@@ -124,63 +123,6 @@ def flat(out: Tensor, y: Tensor, **options: Any) -> Tensor:
 
 
 @in_ranks(2)
-def test_only_padding_in_a_micro_batch(rank: int) -> None:
-    """https://github.com/karpathy/nanochat/pull/623, where -1 is the label of padding."""
-    batch, minus_one = tokens(-1), partial(flat, ignore_index=-1)
-    options: dict[str, Any] = {"num_microbatches": 2, "count_items": lambda y: y.ne(-1).sum()}
-    check(rank, tokens_model(), batch, minus_one, **options)
-    refused(rank, "pass count_items=", tokens_model(), batch, minus_one)
-    by_class = lambda model: nn.Sequential(*model, Second())  # noqa: E731
-    known = partial(F.cross_entropy, ignore_index=-1)
-    check(rank, by_class(tokens_model()), batch, known, num_microbatches=2)
-    known = partial(ringcomm.ops.cross_entropy, ignore_index=-1)
-    check(rank, tokens_model(), batch, known, num_microbatches=2)
-
-
-class Second(nn.Module):
-    """Classes in the second dimension, as torch has them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.movedim(-1, 1)
-
-
-@in_ranks(2)
-def test_no_label_on_a_rank(rank: int) -> None:
-    """https://github.com/allenai/OLMo-core/pull/657: a sum, divided by a count of 0 on a rank."""
-
-    def summed(out: Tensor, y: Tensor, num_items_in_batch: float = 24) -> Tensor:
-        return flat(out, y, reduction="sum") / num_items_in_batch
-
-    batch = tokens(-100)
-    num_items = int((batch[1] != -100).sum())
-    check(
-        rank, tokens_model(), batch, summed, expected=partial(summed, num_items_in_batch=num_items)
-    )
-
-
-@in_ranks(2)
-def test_class_weights(rank: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/72047: they are in the denominator of the mean."""
-    weight = torch.linspace(0.1, 3, VOCAB)
-    torch.manual_seed(0)
-    rows = torch.randn(ROWS, 5), torch.randint(VOCAB, (ROWS,))
-    for loss_fn in (nn.CrossEntropyLoss(weight), partial(F.cross_entropy, weight=weight)):
-        check(rank, nn.Linear(5, VOCAB), rows, loss_fn, num_microbatches=2)
-    own, (x, y) = partial(flat, weight=weight), tokens(-100)
-    refused(rank, "pass count_items=", tokens_model(), (x, y), own)
-    check(rank, tokens_model(), (x, y), own, count_items=lambda y: weight[y[y >= 0]].sum())
-
-
-@in_ranks(2)
-def test_ignored_pixels(rank: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/31579: a rank has most of the ignored pixels."""
-    torch.manual_seed(0)
-    images, labels = torch.randn(ROWS, 3, 4, 4), torch.randint(5, (ROWS, 4, 4))
-    labels[0] = labels[1, 1:] = 255
-    check(rank, nn.Conv2d(3, 5, 1), (images, labels), nn.CrossEntropyLoss(ignore_index=255))
-
-
-@in_ranks(2)
 def test_a_mean_of_the_means_of_rows(rank: int) -> None:
     """https://github.com/vllm-project/speculators/pull/942"""
 
@@ -215,17 +157,16 @@ def test_negatives_in_the_batch(rank: int) -> None:
 
 @in_ranks(2)
 def test_labels_that_are_shifted_in_the_loss(rank: int) -> None:
-    """https://github.com/huggingface/transformers/issues/35066: does the loss shift them?"""
+    """https://github.com/huggingface/transformers/issues/35066: does the loss shift them?
+
+    A user's loss that does: the axis loss of test_pairs.py.
+    """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     shifts, (x, _) = partial(ForCausalLMLoss, vocab_size=VOCAB), tokens(-100)
     y = x.clone()
     y[0] = y[1, 1:] = y[3, 2:] = -100
     check(rank, tokens_model(), (x, y), shifts, num_microbatches=2)
-    own = lambda out, y: flat(out[:, :-1], y[:, 1:])  # noqa: E731
-    refused(rank, "pass count_items=", tokens_model(), (x, y), own)
-    count = lambda labels: labels[:, 1:].ne(-100).sum()  # noqa: E731
-    check(rank, tokens_model(), (x, y), own, count_items=count, num_microbatches=2)
 
 
 @in_ranks(2)
@@ -234,28 +175,6 @@ def test_rows_of_one_token(rank: int) -> None:
     train = parallelize(llama(), ParallelDims(dp=2), sgd)
     with pytest.raises(ValueError, match="no labels on any rank"):
         train.step(torch.ones(2, 1, dtype=torch.long), torch.ones(2, 1, dtype=torch.long))
-
-
-@in_ranks(2)
-def test_a_smaller_last_batch(rank: int) -> None:
-    """https://github.com/Lightning-AI/pytorch-lightning/issues/2924,
-    https://github.com/huggingface/transformers/issues/24839
-    """
-    torch.manual_seed(0)
-    rows = torch.randn(7, 5), torch.randn(7, 3)
-    check(rank, nn.Linear(5, 3), rows, F.mse_loss)
-    check(rank, nn.Linear(5, 3), (rows[0], rows[1].gt(0).float()), nn.BCEWithLogitsLoss())
-
-
-@in_ranks(2)
-def test_a_sum_is_not_averaged(rank: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/37359: ranks' gradients of a sum are averaged."""
-    torch.manual_seed(0)
-    rows = torch.randn(ROWS, 5), torch.randn(ROWS, 3)
-    summed = nn.MSELoss(reduction="sum")
-    for count in (None, len):
-        text = "must have reduction='mean', got 'sum'"
-        refused(rank, text, nn.Linear(5, 3), rows, summed, count_items=count)
 
 
 @in_ranks(2)
@@ -327,7 +246,9 @@ def test_values_that_are_missing(rank: int) -> None:
 @in_ranks(2)
 def test_weights_of_rows(rank: int) -> None:
     """https://github.com/sb-ai-lab/RePlay/issues/91,
-    https://github.com/tianzhi0549/FCOS/issues/228
+    https://github.com/tianzhi0549/FCOS/issues/228,
+    https://github.com/PrimeIntellect-ai/prime-rl/pull/1960 and
+    https://github.com/radixark/miles/pull/2796: a mask beside the labels.
     """
     x, y = rows()
     weights = torch.ones(ROWS, 1)
@@ -335,37 +256,6 @@ def test_weights_of_rows(rank: int) -> None:
     batch = x, torch.cat([y, weights], 1)
     refused(rank, "pass count_items=", linear(), batch, mean_by_weights)
     check(rank, linear(), batch, mean_by_weights, count_items=lambda y: y[:, -1].sum())
-
-
-@in_ranks(2)
-def test_a_mask_beside_the_labels(rank: int) -> None:
-    """https://github.com/PrimeIntellect-ai/prime-rl/pull/1960,
-    https://github.com/radixark/miles/pull/2796
-    """
-    x, y = rows()
-    mask = torch.ones(ROWS, CLASSES)
-    mask[2, 1:] = mask[4, 1:] = mask[5, :1] = 0
-
-    def of_mask(out: Tensor, y: Tensor) -> Tensor:
-        return ((out - y[..., 0]).square() * y[..., 1]).sum() / y[..., 1].sum()
-
-    batch = x, torch.stack([y, mask], -1)
-    refused(rank, "pass count_items=", linear(), batch, of_mask)
-    check(rank, linear(), batch, of_mask, count_items=lambda y: y[..., 1].sum())
-
-
-@in_ranks(2)
-def test_a_pad_id_between_the_classes(rank: int) -> None:
-    """https://github.com/NVIDIA-NeMo/Automodel/issues/1336: Qwen's pad id is not the largest."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
-    ids = torch.tensor([[1, 9, 2, 8, 3, 10], [1, 10, 2, 5, 5, 5]])
-
-    def of_pads(out: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=5)
-
-    refused(rank, "pass count_items=", model, (ids, ids), of_pads)
-    check(rank, model, (ids, ids), of_pads, count_items=lambda y: y.ne(5).sum())
 
 
 class Learned(nn.Module):
@@ -455,10 +345,6 @@ def test_what_a_loss_returns(rank: int) -> None:
         lambda out, y: F.mse_loss(out, y)[None],
     ):
         refused_in_step(rank, "must return a scalar tensor", linear(), rows(), loss_fn)
-    for count in (None, len):
-        unreduced = nn.MSELoss(reduction="none")
-        text = "must have reduction='mean', got 'none'"
-        refused(rank, text, linear(), rows(), unreduced, count_items=count)
 
 
 @in_ranks(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,26 +169,6 @@ def test_class_weights_of_other_dtypes(dtype: torch.dtype) -> None:
     right = F.cross_entropy(logits.double(), TARGET, weight=weight.double())
     assert_near(cross_entropy(logits, TARGET, weight=weight), right, 1e-5)
     assert_near(nn.CrossEntropyLoss(weight)(logits, TARGET), right, 1e-5)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("dtype", [F32, F64])
-def test_ignored_targets_with_weights_and_smoothing(dtype: torch.dtype, smoothing: float) -> None:
-    """https://github.com/pytorch/pytorch/issues/72056, also 91383: an index must not be read."""
-    logits = drawn(10, 2, dtype=dtype)
-    target = torch.tensor([0, -1, 0, 0, 1, 0, 0, 0, -1, 0])
-    options: dict[str, Any] = {"ignore_index": -1, "label_smoothing": smoothing}
-    weight = torch.tensor([1.0, 16.0], dtype=dtype)
-    for reduction in ("mean", "sum", "none"):
-        leaf, wide = leaf_of(logits), leaf_of(logits, F64)
-        loss = cross_entropy(leaf, target, weight=weight, reduction=reduction, **options)
-        right = F.cross_entropy(
-            wide, target, weight=weight.double(), reduction=reduction, **options
-        )
-        loss.sum().backward()
-        right.sum().backward()
-        assert_near(loss, right, 1e-6)
-        assert_near(grad_of(leaf), grad_of(wide), 1e-6)
 
 
 # ---- logits that are read after the loss
@@ -405,33 +384,6 @@ def test_the_blocks_do_not_change_the_result(
     assert_near_grads((loss * factor).sum(), (right * factor).sum(), (hidden, weight))
 
 
-@pytest.mark.parametrize(
-    "frozen", [set(c) for n in (1, 2) for c in itertools.combinations(range(3), n)], ids=str
-)
-def test_frozen_layers(frozen: set[int]) -> None:
-    """https://github.com/fla-org/flash-linear-attention/pull/1253,
-    https://github.com/PrimeIntellect-ai/prime-rl/pull/3011
-    """
-    bias = drawn(CLASSES, seed=3)
-    given = [leaf_of(x, is_trained=at not in frozen) for at, x in enumerate((*LAYER, bias))]
-    for reduction in ("mean", "none"):
-        asked = [x for x in given if x.requires_grad]
-        loss = linear_cross_entropy(given[0], given[1], TARGET, bias=given[2], reduction=reduction)
-        right = F.cross_entropy(F.linear(*given), TARGET, reduction=reduction)
-        assert_near_grads(loss.sum(), right.sum(), asked)
-    assert all(x.grad is None for x in given)
-
-
-@pytest.mark.parametrize("scale", [0.0625, 1 / 16.0, -2.0])
-def test_scaled_heads(scale: float) -> None:
-    """https://github.com/unslothai/unsloth-zoo/pull/930: the scale counts once."""
-    hidden, weight = (leaf_of(x) for x in LAYER)
-    loss = linear_cross_entropy(hidden, weight, TARGET, logit_scale=scale)
-    right = F.cross_entropy(F.linear(hidden, weight) * scale, TARGET)
-    assert_near(loss, right, 1e-6)
-    assert_near_grads(loss, right, (hidden, weight))
-
-
 def test_the_gradient_of_a_16_bit_layer_is_not_filtered() -> None:
     """https://github.com/apple/ml-cross-entropy/issues/14: small probabilities count too."""
     hidden, weight = leaf_of(drawn(512, 16), BF16), leaf_of(drawn(32, 16, seed=1) * 2, BF16)
@@ -442,16 +394,6 @@ def test_the_gradient_of_a_16_bit_layer_is_not_filtered() -> None:
     for found, wanted in zip(grads, right, strict=True):
         gap = (found.double() - wanted).norm() / wanted.norm()
         assert gap < 0.01
-
-
-def test_the_z_loss_is_only_in_a_loss_that_asks_for_it() -> None:
-    """https://github.com/allenai/OLMo-core/pull/702, in the outputs too."""
-    plain, outputs = linear_cross_entropy(*LAYER, TARGET, outputs=("loss", "lse"))
-    _, more = linear_cross_entropy(*LAYER, TARGET, z_loss=0.5, outputs=("loss", "lse"))
-    right = F.cross_entropy(F.linear(*LAYER), TARGET, reduction="none")
-    assert_near(outputs["loss"], right, 1e-6)
-    assert_near(more["loss"], right + 0.5 * more["lse"] ** 2, 1e-5)
-    assert_near(plain, right.sum() / 5, 1e-6)
 
 
 @in_ranks(2)

@@ -82,18 +82,19 @@ class Kron(EachWeight):
 
     largest = 100
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params: Any, lr: float | None) -> None:
         super().__init__(params, {"lr": lr})
 
     def update(self, group: dict[str, Any], param: Any) -> None:
         grad = update = param.grad.view(len(param), -1)
-        for name, part in (("left", grad), ("right", grad.T)):
-            if len(part) <= self.largest:
-                sums = self.state[param].setdefault(name, 0.1 * torch.eye(len(part)))
-                sums += part @ part.T
-                root = torch.linalg.inv(torch.linalg.cholesky(sums))
-                update = root @ update if name == "left" else update @ root.T
-        param.sub_(group["lr"] * update.view_as(param))
+        start = [0.1 * torch.eye(size if size <= self.largest else 1) for size in grad.shape]
+        sums = self.state[param].setdefault("sums", start)
+        for number, part in enumerate((grad, grad.T)):
+            if len(sums[number]) == len(part):
+                sums[number] += part @ part.T
+                root = torch.linalg.inv(torch.linalg.cholesky(sums[number]))
+                update = update @ root.T if number else root @ update
+        param.sub_((group["lr"] or 0.02) * update.view_as(param))
 
 
 @elementwise

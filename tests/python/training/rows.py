@@ -1,0 +1,337 @@
+"""Programs of users: each runs in one process, and on ranks with a system of the library.
+
+A Row has a model, an optimizer of torch, a loss, and a program, which says what the user does with
+a Training: steps and what comes between them. In one process a Training has the rows of all ranks.
+Ranks must come to the same weights, and to the same of what the program returns.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_states import full_weights
+from ranks import place
+from steps import apply_steps
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import set_state_dict as set_by_torch
+from whole_optimizers import Muon64, by_dimensions
+from zero_models import Net, assert_alike, assert_close, batch, loss_of
+
+from ringcomm.optim import Lomo
+from ringcomm.parallel import (
+    ParallelDims,
+    get_state_dict,
+    offload,
+    parallelize,
+    set_state_dict,
+    zero,
+)
+from ringcomm.parallel.optimizer_classes import optimizers_of
+
+ALONE = "one process"
+EACH = "each rank"  # one process on each rank, with the rows of all
+APART = "rank by rank"  # each on its rows: what is not one training must be found
+STAGES = ("zero 1", "zero 2", "zero 3")
+SHARDED = ("zero 3", "infinity")
+ZERO = (*STAGES, "infinity")
+
+
+def adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3)
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.SGD(trained, **{"lr": 0.1, **options})
+
+
+momentum = partial(sgd, momentum=0.9)
+
+
+def muon(model: nn.Module, kind: Any = Muon64) -> Any:
+    """An optimizer of the matrices, and AdamW."""
+    rest = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+    return by_dimensions([{"params": [*model.parameters()]}], kind, rest)
+
+
+def trained_by(system: str, model: nn.Module, given: Any, **options: Any) -> Any:
+    """The optimizer of a system that makes the steps of a given one."""
+    if system in (ALONE, EACH, APART):
+        return given
+    if system == "Lomo":
+        return Lomo(model, given.defaults["lr"], group=dist.group.WORLD, **options)
+    if system in ("offload", "infinity"):
+        words = {name: options.pop(name) for name in ("elementwise", "whole") if name in options}
+        is_own = isinstance(given, offload.Offloaded)
+        own = given if is_own else offload.Offloaded(given, **words)
+        if system == "offload":
+            return own
+        return zero.shard(model, own, 3, offload_weights=True, **options)
+    stage = system.removesuffix(", host")
+    own = given if stage == system else offload.Offloaded(given)
+    return zero.shard(model, own, int(stage[-1]), **options)
+
+
+def parallelized(system: str, model: nn.Module, given: Any) -> Any:
+    """What has the steps of a model on a mesh of all ranks, which replicate or shard it."""
+    dims = ParallelDims(dp=dist.get_world_size())
+    stage = int(system[-1]) if "zero" in system else 0
+    return parallelize(
+        model, dims, lambda _: given, loss_fn=nn.functional.mse_loss, zero_stage=stage
+    )
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Blocks(nn.Module):
+    """A model of blocks, which become units of stage 3."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(7, 8)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def squared(model: Any, x: Tensor, _: Tensor) -> Tensor:
+    return square(model(x))
+
+
+class Training:
+    """A model in training, on the rows of some ranks.
+
+    Attributes:
+        ranks: whose rows it has; in one process those of all.
+        early: what the row has made of the given optimizer before the system got it.
+        owner: of parallelize(), or None.
+    """
+
+    def __init__(self, row: Row, system: str, rank: int = 0, device: str = "cpu") -> None:
+        self.row, self.system, self.rank = row, system, rank
+        self.device = place(device, rank)
+        self.model: Any = row.model() if device == "cpu" else row.model().to(self.device)
+        self.options = row.options(self) if callable(row.options) else row.options
+        self.given: Any = row.optimizer(self.model)
+        self.early = row.early(self.given)
+        self.optimizer, self.ranks = self.given, range(row.num_ranks)
+        self.owner: Any = None
+        self.train(range(100, 100 + row.steps_before))
+
+    def begin(self) -> Training:
+        """Under the system, on this rank's rows."""
+        if self.system not in (ALONE, EACH, "offload"):
+            self.ranks = range(self.rank, self.rank + 1)
+        if self.system.startswith("parallelize"):
+            self.owner = parallelized(self.system, self.model, self.given)
+            self.optimizer = self.owner.optimizer
+        else:
+            self.optimizer = trained_by(self.system, self.model, self.given, **self.options)
+        return self
+
+    @property
+    def is_alone(self) -> bool:
+        return self.system == ALONE
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return [*optimizers_of(self.optimizer)]
+
+    def rows(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(step, rank, self.row.num_ranks)
+        return x.to(self.device), y.to(self.device)
+
+    def backward(self, step: int) -> float:
+        """Of the mean over the ranks; returns it."""
+        total = 0.0
+        for rank in self.ranks:
+            if self.owner is not None:
+                total += float(self.owner.step(*self.rows(step, rank)))
+                continue
+            loss = self.row.loss(self.model, *self.rows(step, rank)) / len(self.ranks)
+            getattr(self.optimizer, "scale", lambda loss: loss)(loss).backward()
+            total += loss.item()
+        return total
+
+    def clip(self, max_norm: float) -> Tensor:
+        if self.system in (ALONE, EACH):
+            return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm: Tensor = self.optimizer.clip_grad_norm_(max_norm)
+        return norm
+
+    def step(self) -> None:
+        if self.system in (ALONE, EACH) and "clip_grad_norm" in self.options:
+            self.clip(self.options["clip_grad_norm"])
+        apply_steps(*self.optimizers)
+
+    def train(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            for part in range(self.row.num_parts):
+                self.backward(self.row.num_parts * step + part)
+            self.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole ones, as float32."""
+        found = full_weights(self.model).items()
+        return {name: value.float().cpu() for name, value in found if value.is_floating_point()}
+
+    def save(self) -> Any:
+        return copy.deepcopy(get_state_dict(self.model, self.optimizer, full=True))
+
+    def load_own_state(self) -> None:
+        """The optimizer's, by its own calls."""
+        for each in self.optimizers:
+            each.load_state_dict(each.state_dict())
+
+    def reload(self, system: str = "", prepare: Callable[[Training], Any] | None = None) -> None:
+        """A new model and optimizer from the checkpoint of the old ones; in one process nothing."""
+        if self.is_alone:
+            return
+        values, state = self.save()
+        options = {} if callable(self.row.options) else self.row.options
+        row = dataclasses.replace(self.row, steps_before=0, options=options)
+        new = Training(row, system or self.system, self.rank).begin()
+        if prepare is not None:
+            prepare(new)
+        if new.system == EACH != self.system:
+            for group in state["param_groups"]:  # torch loads no keys that it does not know
+                group.pop("loss_scale", None)
+                group.pop("loss_scale_good_steps", None)
+            whole = StateDictOptions(full_state_dict=True, strict=False)
+            set_by_torch(
+                new.model,
+                new.optimizers,
+                model_state_dict=values,
+                optim_state_dict=state,
+                options=whole,
+            )
+        else:
+            set_state_dict(new.model, new.optimizer, values, state)
+        self.__dict__ = new.__dict__
+
+    def next_stage(self) -> str:
+        """Another one, where a checkpoint goes on."""
+        return STAGES[(STAGES.index(self.system) + 1) % 3] if self.system in STAGES else self.system
+
+
+def train(made: Training) -> None:
+    made.train(range(3))
+
+
+def resume(made: Training) -> None:
+    """Under another stage."""
+    made.train(range(2))
+    made.reload(made.next_stage())
+    made.train(range(2, 4))
+
+
+def resume_at_once(made: Training) -> None:
+    """From the state before the first step."""
+    made.reload()
+    made.train(range(3))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A program of a user.
+
+    Attributes:
+        program: what the user does; what it returns must be that of one process.
+        model, optimizer: make them; the optimizer of the model.
+        loss: of the model and the rows of a rank.
+        systems, slow: which train it, and which besides in slow tests.
+        refused: by system the words of the error that its program ends in.
+        options: of the system, or what makes them on all ranks.
+        early: called with the given optimizer before the system gets it.
+        steps_before: of one process on all rows, before the system gets the model.
+        num_parts: micro-batches of a step.
+    """
+
+    program: Callable[[Training], Any] = train
+    model: Callable[[], Any] = Net
+    optimizer: Callable[[Any], Any] = sgd
+    loss: Callable[..., Tensor] = loss_of
+    systems: tuple[str, ...] = ZERO
+    slow: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Any = dataclasses.field(default_factory=dict)
+    early: Callable[[Any], Any] = lambda _: None
+    steps_before: int = 0
+    num_parts: int = 1
+    num_ranks: int = 2
+    backend: str = "ringcomm"
+    atol: float = 1e-5
+
+
+def cases_of(rows: Mapping[str, Row]) -> list[Any]:
+    """The parameters name, system, world_size and backend of a test that calls check()."""
+    return [
+        pytest.param(name, system, row.num_ranks, row.backend, marks=marks, id=f"{name}, {system}")
+        for name, row in rows.items()
+        for systems, marks in ((row.systems, ()), (row.slow, pytest.mark.slow))
+        for system in systems
+    ]
+
+
+def check(rank: int, row: Row, system: str, device: str = "cpu") -> None:
+    """That a rank under a system comes to what one process comes to, or is told why not."""
+    if words := row.refused.get(system):
+        _check_refused(Training(row, system, rank, device), words)
+        return
+    alone = Training(row, ALONE).begin()
+    expected = row.program(alone)
+    made = Training(row, system, rank, device).begin()
+    found = row.program(made)
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=0, atol=row.atol)
+    else:
+        assert found == expected, f"{found} instead of {expected}"
+    weights, wanted = made.weights(), alone.weights()
+    names = [name for name, _ in alone.model.named_parameters() if name in wanted]
+    assert_close(weights, {name: wanted[name] for name in names}, row.atol)
+    if dist.is_initialized():
+        assert_alike(weights)
+
+
+def _check_refused(made: Training, words: str) -> None:
+    """By an error; a system that refuses a model or an optimizer changes nothing."""
+    before, seed = copy.deepcopy(made.model.state_dict()), torch.get_rng_state()
+
+    def run() -> None:
+        made.begin()
+        made.row.program(made)
+
+    with pytest.raises((ArithmeticError, RuntimeError, TypeError, ValueError), match=words):
+        run()
+    if made.optimizer is not made.given:
+        return
+    assert torch.equal(torch.get_rng_state(), seed)
+    for name, value in made.model.state_dict().items():
+        assert value.is_meta or torch.equal(value, before[name]), name
+    for each in made.optimizers if made.system != "infinity" else ():
+        each.zero_grad()  # was not given away

@@ -1,0 +1,363 @@
+"""zero.shard(): weights that some passes, ranks or all leave out, and passes that fail."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import covering
+from full_states import full_state, full_weights
+from ranks import in_ranks
+from rows import ZERO, Row, Training, cases_of, check, momentum
+from steps import apply_steps
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from zero_models import Towers, assert_close, weights
+
+import ringcomm
+from ringcomm.parallel import get_state_dict, zero
+from ringcomm.torch_names import TORCH_VERSION
+
+WIDTH, NUM_TOWERS, STEPS, NUM_PARTS = 6, 4, 4, 3
+BUCKET_BYTES = 4 * WIDTH * WIDTH * 2
+NEVER = NUM_TOWERS - 1
+
+
+def used_by(step: int, part: int, rank: int) -> list[int]:
+    """Other towers on each rank, in each backward pass; tower 2 on rank 1 alone; sometimes none."""
+    found = [i for i in range(2) if (step + 2 * part + 3 * i + rank) % 3]
+    if rank == 1 and step % 2 and part == 1:
+        found.append(2)
+    return found
+
+
+def is_empty(step: int, part: int, rank: int) -> bool:
+    """Passes that reach no weight on a rank: the last one, the first one, all of a step."""
+    return (step, part, rank) in {(0, 2, 0), (1, 0, 1)} or (step == 2 and rank == 0)
+
+
+def rows(step: int, part: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def make_optimizer(model: Any, kind: str) -> torch.optim.Optimizer:
+    """Biases first, without weight decay; they alternate with matrices in the model."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() == 2]},
+    ]
+    if kind in ("adamw", "amsgrad"):
+        return torch.optim.AdamW(groups, 0.01, weight_decay=0.1, amsgrad=kind == "amsgrad")
+    return torch.optim.SGD(groups, 0.05, momentum=0.9, dampening=0.5, weight_decay=0.1)
+
+
+def backward(model: Any, step: int, part: int, rank: int, reentrant: bool) -> None:
+    x = rows(step, part, rank).requires_grad_()
+    model(x, used_by(step, part, rank), reentrant).square().sum().backward()
+
+
+def all_parts(made: Training, *, has_empty: bool, reentrant: bool) -> dict[str, Any]:
+    """The names of the states and their steps, which count where a rank had a gradient."""
+    num = len(made.ranks)
+    for step in range(STEPS):
+        for part in range(NUM_PARTS):
+            for rank in made.ranks:
+                x = rows(step, part, rank).requires_grad_()
+                is_left_out = has_empty and is_empty(step, part, rank)
+                used = None if is_left_out else used_by(step, part, rank)
+                (made.model(x, used, reentrant).square().sum() / num).backward()
+        made.step()
+    if made.is_alone:
+        states: Any = get_state_dict(made.model, made.optimizer)[1]["state"]
+    else:
+        states = full_state(made.optimizer)["state"]
+    assert f"towers.{NEVER}.weight" in states
+    return {name: (sorted(state), float(state.get("step", 0))) for name, state in states.items()}
+
+
+# At stages 1 and 2 a rank may leave out all weights in a pass; fully_shard refuses that, and has
+# weights that some ranks use in units that all of them run.
+AT_STAGE_3: dict[str, Any] = {"units": [], "clip_grad_norm": 0.5}
+ROWS = {
+    f"{kind} on {num_ranks} over {backend}, {system}": Row(
+        partial(all_parts, has_empty="units" not in options, reentrant=backend == "gloo"),
+        partial(Towers, *((1,) if "units" in options else ())),
+        partial(make_optimizer, kind=kind),
+        systems=(system,),
+        options={"bucket_bytes": BUCKET_BYTES, **options},
+        num_ranks=num_ranks,
+        backend=backend,
+        atol=2e-5,
+    )
+    for num_ranks, backend, system, kind, options in (
+        (3, "ringcomm", "zero 2", "adamw", {"clip_grad_norm": 0.5}),
+        (2, "gloo", "zero 1", "momentum", {"clip_grad_norm": 0.5}),
+        (2, "ringcomm", "zero 2", "amsgrad", {}),
+        (2, "ringcomm", "zero 1, host", "adamw", {}),
+        (2, "ringcomm", "zero 3", "momentum", AT_STAGE_3),
+    )
+}
+
+
+@pytest.mark.parametrize(("name", "system", "world_size", "backend"), cases_of(ROWS))
+@in_ranks()
+def test_rows(rank: int, name: str, system: str, world_size: int, backend: str) -> None:
+    """Accumulated, with momentum and weight decay, whatever each rank leaves out."""
+    check(rank, ROWS[name], system)
+
+
+@in_ranks(2)
+def test_a_backward_pass_reduces_each_bucket_once(rank: int) -> None:
+    """Every backward pass makes as many reductions as there are buckets."""
+    model = Towers()
+    sharded: Any = zero.shard(model, make_optimizer(model, "sgd"), 2, bucket_bytes=BUCKET_BYTES)
+
+    def num_reductions() -> int:
+        stats = ringcomm.stats().items()
+        return sum(entry["num_calls"] for key, entry in stats if key[0] == "reduce_scatter")
+
+    for part in range(4):
+        before = num_reductions()
+        backward(model, 1, part, rank, part > 1)
+        assert num_reductions() - before == len(sharded._buckets)
+    # The same graph twice, and a part of the weights.
+    loss = model(rows(0, 0, rank), [0, 1]).sum()
+    for inputs in (None, [model.stem.weight]):
+        before = num_reductions()
+        loss.backward(retain_graph=True, inputs=inputs)
+        assert num_reductions() - before == len(sharded._buckets)
+    before = num_reductions()
+    torch.autograd.grad(loss, [model.stem.weight])
+    assert num_reductions() == before
+
+
+@in_ranks(2)
+def test_after_a_backward_pass_that_failed(rank: int) -> None:
+    """A backward pass that raises half-way, on all ranks: the half that had come counts."""
+    model, other = Towers(), Towers()
+    sharded = zero.shard(model, make_optimizer(model, "sgd"), 2, bucket_bytes=BUCKET_BYTES)
+    plain = make_optimizer(other, "sgd")
+    hook = model.towers[0].weight.register_hook(lambda _: 1 / 0)  # type: ignore[operator]
+    with pytest.raises(ZeroDivisionError):
+        model(rows(0, 0, 0), [0, 1]).sum().backward()
+    hook.remove()
+    grads = [model.head.weight.grad is None, model.stem.weight.grad is None]
+    assert grads == [False, True]
+    hook = other.towers[0].weight.register_hook(lambda _: 1 / 0)  # type: ignore[operator]
+    with pytest.raises(ZeroDivisionError):
+        other(rows(0, 0, 0), [0, 1]).sum().backward()
+    hook.remove()
+    for net, optimizer in ((model, sharded), (other, plain)):
+        for _ in range(2):
+            net(rows(0, 1, 0), [0, 1]).sum().backward()
+        optimizer.step()
+    assert_close(weights(model), weights(other), 1e-5)
+
+
+class Failing(torch.autograd.Function):
+    """Raises in the forward or the backward pass of a step."""
+
+    fails_in = ""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if Failing.fails_in == "forward":
+            raise ArithmeticError
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Failing.fails_in == "backward":
+            raise ArithmeticError
+        return grad
+
+
+def drop_a_batch(where: str, made: Training) -> None:
+    made.model.get_submodule(where).register_forward_hook(lambda _, __, out: Failing.apply(out))
+    before = full_weights(made.model)
+    Failing.fails_in = "backward"
+    with pytest.raises(ArithmeticError):
+        made.backward(7)
+    Failing.fails_in = ""
+    if made.system == "zero 3":
+        with pytest.raises(RuntimeError, match="a backward pass raised an error at stage 3"):
+            made.step()
+    made.optimizer.zero_grad()
+    torch.testing.assert_close(full_weights(made.model), before, rtol=0, atol=0)
+    made.train(range(5))
+    made.backward(5)
+    Failing.fails_in = "forward"  # of a micro-batch, which is left out
+    with pytest.raises(ArithmeticError):
+        made.model(made.rows(7, made.ranks[0])[0])
+    Failing.fails_in = ""
+    made.step()
+
+
+# fully_shard continues after an error from torch 2.13 on.
+CONTINUE = [system for system in ZERO if system != "zero 3" or TORCH_VERSION >= (2, 13)]
+
+
+@pytest.mark.parametrize(("system", "where"), covering(CONTINUE, ["first", "last", "blocks.1"]))
+@in_ranks(2)
+def test_an_exception_in_a_pass(rank: int, system: str, where: str) -> None:
+    """All ranks drop the batch and continue.
+
+    https://github.com/pytorch/torchtitan/issues/1329: batches that do not fit are skipped.
+    https://github.com/pytorch/torchtitan/pull/3724: units stay as they were in the error.
+    """
+    check(rank, Row(partial(drop_a_batch, where), optimizer=momentum), system)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_gradients_by_hand(rank: int, stage: int) -> None:
+    """param.grad = None and a gradient by hand count as in torch; model.zero_grad() as well."""
+    model, other = Towers(), Towers()
+    sharded = zero.shard(model, make_optimizer(model, "momentum"), stage, bucket_bytes=BUCKET_BYTES)
+    plain = make_optimizer(other, "momentum")
+    for net, optimizer in ((model, sharded), (other, plain)):
+        net(rows(0, 0, 0), [0]).sum().backward()
+        net.zero_grad()
+        net(rows(0, 1, 0), [0]).sum().backward()
+        net.head.weight.grad = None
+        net.stem.weight.grad = None
+        net.stem.weight.grad = torch.ones_like(net.stem.weight)
+        net(rows(0, 2, 0), [1]).sum().backward()
+        net.towers[0].bias.grad = None
+        apply_steps(optimizer)
+    assert_close(weights(model), weights(other), 1e-5)
+
+
+# ---- stage 3: what fully_shard would do otherwise
+
+
+class Branches(nn.Module):
+    """Two layers of one shape, of which a pass may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, used: int = 2) -> Tensor:
+        for layer in list(self.layers)[:used]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def sharded_branches(**options: Any) -> tuple[Any, Any]:
+    model: Any = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    return model, zero.shard(model, optimizer, 3, **options)
+
+
+@in_ranks(2)
+def test_units_in_another_order_on_each_rank(rank: int) -> None:
+    """A set of modules has the order of their addresses."""
+    model: Any = Branches()
+    before = [layer.weight.detach().clone() for layer in model.layers]
+    given = [*model.layers] if rank == 0 else [*model.layers][::-1]
+    zero.shard(model, torch.optim.SGD(model.parameters()), 3, units=given)
+    for number, value in enumerate(before):
+        assert torch.equal(full_weights(model)[f"layers.{number}.weight"], value)
+
+
+@pytest.mark.parametrize("is_outer_first", [False, True])
+@in_ranks(2)
+def test_units_inside_of_units(rank: int, is_outer_first: bool) -> None:
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    given = [model[0][0], model[0]]
+    zero.shard(
+        model, torch.optim.SGD(model.parameters()), 3, units=given[:: -1 if is_outer_first else 1]
+    )
+    units = {name for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+    assert units == {"", "0", "0.0"}
+
+
+@in_ranks(2)
+def test_layers_of_a_part_of_a_model_that_is_not_called(rank: int) -> None:
+    model: Any = nn.ModuleDict({"body": Branches()})
+    zero.shard(model, torch.optim.SGD(model.parameters()), 3)
+    units = {name for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+    assert units == {f"body.layers.{number}" for number in range(len(model["body"].layers))}
+
+
+@in_ranks(2)
+def test_no_pass_reaches_the_outputs_after_zero_grad(rank: int) -> None:
+    model, optimizer = sharded_branches()
+    loss = model(torch.ones(2, 4)).sum()
+    optimizer.zero_grad()
+    loss.backward(inputs=[*model.parameters()])
+    with pytest.raises(RuntimeError, match="inputs=weights"):
+        optimizer.step()
+
+
+@in_ranks(2)
+def test_a_unit_that_has_never_run_in_no_sync(rank: int) -> None:
+    model, optimizer = sharded_branches()
+    x = torch.ones(2, 4)
+    with optimizer.no_sync(), optimizer.no_sync():  # the inner one ends first
+        model(x, 1).backward()
+    model(x, 1).backward()
+    optimizer.step()
+    plain = Branches()
+    reference = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for _ in range(2):
+        plain(x, 1).backward()
+    reference.step()
+    assert_close(full_weights(model), dict(plain.named_parameters()))
+
+
+@in_ranks(2)
+def test_a_gradient_that_was_set_before_the_pass(rank: int) -> None:
+    model, optimizer = sharded_branches()
+    last, plain = model.layers[1].weight, Branches()
+    model(torch.ones(2, 4)).backward()  # units have run
+    optimizer.zero_grad()
+    last.grad = torch.ones_like(last)
+    plain.layers[1].weight.grad = torch.ones(4, 4)
+    loss, expected = (each(torch.ones(2, 4), 1) for each in (model, plain))
+    loss.backward()
+    expected.backward()
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1).step()
+    assert_close(full_weights(model), dict(plain.named_parameters()))
+
+
+@in_ranks(2)
+def test_gradients_of_no_sync_that_the_model_drops(rank: int) -> None:
+    model, optimizer = sharded_branches()
+    x, plain = torch.ones(2, 4), Branches()
+    with optimizer.no_sync():
+        model(2 * x).backward()
+    model.zero_grad()
+    model(x).backward()
+    optimizer.step()
+    plain(x).backward()
+    torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1).step()
+    assert_close(full_weights(model), dict(plain.named_parameters()))
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="from torch 2.13 on")
+@in_ranks(2)
+def test_a_pass_fails_before_another_root_has_run(rank: int) -> None:
+    model: Any = nn.ModuleDict({"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("in the pass")
+
+    for is_failing in (True, False):
+        loss = model["first"](torch.ones(2, 4)).square()
+        if is_failing:
+            loss.register_hook(fail)
+            with pytest.raises(ValueError, match="in the pass"):
+                loss.mean().backward()
+            optimizer.zero_grad()
+    loss.mean().backward()
+    before = full_weights(model)["first.weight"].clone()
+    optimizer.step()
+    assert not torch.equal(full_weights(model)["first.weight"], before)
