@@ -296,7 +296,11 @@ def test_ctrl_c_while_a_group_is_made(
     if is_connecting and rank == 1:
         dist.ProcessGroupGloo = make_late  # type: ignore[assignment,misc]
     if rank == victim:
-        kind, seconds = interrupted(lambda: init_group(rank, world_size, path, 120), 0.5)
+        record = f"ringcomm/rank/{rank}".encode()
+        kind, seconds = interrupted(
+            lambda: init_group(rank, world_size, path, 120),
+            lambda: Path(path).exists() and record in Path(path).read_bytes(),
+        )
         assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
     elif rank < 2:
         error = caught(init_group, rank, world_size, path, 120)
