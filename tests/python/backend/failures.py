@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
+from machines import comes_true
 from ranks import hosts
 
 TRANSPORTS: dict[str, Any] = {"shm": None, "messages": {"RINGCOMM_TRANSPORT": "messages"}}
@@ -42,15 +43,23 @@ def timed(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
     return {**error, "seconds": time.monotonic() - begin}
 
 
-def interrupted(call: Callable[[], Any], after_s: float = 0.2) -> tuple[str, float]:
-    """What a call raises when the process is interrupted, and how soon."""
-    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin, kind = time.monotonic(), "nothing"
+def interrupted(call: Callable[[], Any], begun: Callable[[], object]) -> tuple[str, float]:
+    """What a call raises when the process is interrupted once it has begun, and how soon."""
+    sent_s: list[float] = []
+
+    def interrupt() -> None:
+        comes_true(begun, 60)
+        time.sleep(0.2)
+        sent_s.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    kind = "nothing"
     try:
         call()
     except KeyboardInterrupt:
         kind = "KeyboardInterrupt"
-    return kind, time.monotonic() - begin - after_s
+    return kind, time.monotonic() - max(sent_s, default=0.0)
 
 
 def in_threads(call: Callable[[Any], Any], names: Iterable[Any]) -> None:

@@ -244,6 +244,8 @@ def test_a_signal_ends_a_wait(rank: int, how: str, what: str, env: str) -> None:
     """
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
+    # Without a reference to it, the group's own end in the handler can hang (what: wait).
+    kept = dist.group.WORLD
     if rank == 1:
         store.wait(["interrupted"])
         # Rank 0 may have published its part before it gave up: then the first call succeeds.
@@ -265,6 +267,7 @@ def test_a_signal_ends_a_wait(rank: int, how: str, what: str, env: str) -> None:
         WAITS[what](given)
     store.set("interrupted", "yes")
     assert time.monotonic() - begin < 2 * SOON_S  # of the group's 30
+    assert kept is not None
     if how in ("ctrl-c", "raises") and what != "destroy":
         assert caught(dist.all_reduce, torch.ones(10))["type"] == "RingcommError"
 
@@ -293,7 +296,11 @@ def test_ctrl_c_while_a_group_is_made(
     if is_connecting and rank == 1:
         dist.ProcessGroupGloo = make_late  # type: ignore[assignment,misc]
     if rank == victim:
-        kind, seconds = interrupted(lambda: init_group(rank, world_size, path, 120), 0.5)
+        record = f"ringcomm/rank/{rank}".encode()
+        kind, seconds = interrupted(
+            lambda: init_group(rank, world_size, path, 120),
+            lambda: Path(path).exists() and record in Path(path).read_bytes(),
+        )
         assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
     elif rank < 2:
         error = caught(init_group, rank, world_size, path, 120)
