@@ -238,11 +238,16 @@ bool ProcessGroupRingcomm::is_destroyed_or_failed() {
 }
 
 void ProcessGroupRingcomm::leave(bool is_asked) {
-  if (is_asked && is_in_call()) {
+  if (is_in_call()) {
     // A signal handler: the call below it ends, and uses the communicator until then. The rest is
-    // done when nothing refers to the group.
-    with_python_errors([&] { report_handled_exception(); });
-    return abort("the group was destroyed in a signal handler");
+    // done when nothing refers to the group; if that is now, the call's reference is the last.
+    if (is_asked) with_python_errors([&] { report_handled_exception(); });
+    abort("the group was destroyed in a signal handler");
+    if (is_asked) return;
+    const std::lock_guard lock(mutex_);
+    communicator_.reset();
+    new std::shared_ptr(std::move(devices_));  // its end may wait for the call
+    return;
   }
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Devices> devices;

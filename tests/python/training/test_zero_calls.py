@@ -241,12 +241,19 @@ def test_muon_is_not_skipped_in_silence(
     assert sum(0.4 < value < 1.6 for value in values) >= 5, values
 
 
+@pytest.fixture
+def needs_accelerate() -> None:
+    pytest.importorskip("accelerate")
+
+
+@pytest.mark.usefixtures("needs_accelerate")
 @pytest.mark.parametrize("system", STAGES)
 @in_ranks(2)
 def test_modes_reach_through_accelerate(rank: int, system: str) -> None:
     """https://github.com/huggingface/accelerate/issues/4159: eval() of a wrapper does nothing."""
-    optimizer_module = pytest.importorskip("accelerate.optimizer")
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+    import accelerate.optimizer as optimizer_module
+
     accelerate.Accelerator(cpu=True)
     row = Row(optimizer=lambda model: Averaged(model.parameters()))
     made = Training(row, system, rank).begin()
