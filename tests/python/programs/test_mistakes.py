@@ -132,6 +132,8 @@ def no_permission(patch: pytest.MonkeyPatch, folder: Path) -> str:
             pytest.skip("root needs setpriv and a Python that others may start")
     with tempfile.TemporaryDirectory() as name:  # pytest's own are closed to others
         shutil.copytree(ROOT / "tools", Path(name, "tools"))
+        Path(name, "csrc").mkdir()
+        shutil.copy(ROOT / "csrc" / "build.mk", Path(name, "csrc"))
         Path(name).chmod(0o555)
         return said_by(*drop, python, str(Path(name, "tools", "bootstrap.py")))
 
