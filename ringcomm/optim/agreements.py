@@ -39,6 +39,7 @@ class Replicas:
         one_pass_name: the group's name for the operator that reduces, updates and gathers; None if
             it is not supported.
         is_checked: whether a gradient since agree() was seen to be finite.
+        was_told: whether agree() has raised here because of another rank, which then waits no more.
     """
 
     def __init__(self, group: dist.ProcessGroup, slots: list[Slot], overlap: bool) -> None:
@@ -48,7 +49,7 @@ class Replicas:
         cpu = torch.device("cpu")
         is_one_pass = not overlap and cpu in devices_of(group) and takes_uneven(group, cpu)
         self.one_pass_name = group.group_name if is_one_pass else None
-        self.is_checked = False
+        self.is_checked = self.was_told = False
         self._order: list[int] = []  # indices of slots; rank 0's counts
         self._arrived: list[int] = []
         self._to_reduce: deque[Slot] = deque()  # of this pass
@@ -89,7 +90,8 @@ class Replicas:
                 positions[slot.index] = len(slots)
         facts = [*has, *positions, 2 if fails else int(arrived is not None)]
         found = largest_of(facts, (self._group,), slots[0].local.device)
-        if found[-1] > 1 and not fails:
+        self.was_told = found[-1] > 1 and not fails
+        if self.was_told:
             raise RuntimeError("step() has raised on another rank of the group: see its error")
         union = [slot for slot in slots if found[slot.index]]
         self._to_reduce = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
@@ -133,6 +135,7 @@ class Replicas:
     def forget(self) -> None:
         """Before a step, or the second of two passes; after a pass that raised, drops its rest."""
         self.drain()
+        self.was_told = False
         self._to_reduce.clear()
         self._awaited.clear()
 

@@ -311,7 +311,8 @@ class GradientPath:
         try:
             yield
         except Exception:
-            for replicas in self.replicas if self._agrees() else ():
+            untold = [replicas for replicas in self.replicas if not replicas.was_told]
+            for replicas in untold if self._agrees() else ():
                 with suppress(Exception):
                     replicas.agree(None, fails=True)
             raise

@@ -273,7 +273,7 @@ def test_a_backward_pass_that_raises_on_one_rank(rank: int) -> None:
         train(opt, model, mine)
 
 
-@pytest.mark.parametrize("waits_in", ["backward", "closure", "step"])
+@pytest.mark.parametrize("waits_in", ["backward", "closure", "both closures", "step"])
 @in_ranks(2, fresh=True)
 def test_a_step_that_raises_on_one_rank(rank: int, waits_in: str) -> None:
     """The others wait for that step, in their backward pass or in step(), and raise too."""
@@ -285,9 +285,11 @@ def test_a_step_that_raises_on_one_rank(rank: int, waits_in: str) -> None:
         if waits_in == "step":
             opt.backward(model(mine[0]))
         waits = opt.step if waits_in == "step" else partial(opt.backward, model(mine[0]))
+        if waits_in == "both closures":  # which raises inside of its own step, too
+            waits = partial(opt.step, waits)
         with pytest.raises(RuntimeError, match=r"step\(\) has raised on another rank of the group"):
             waits()
-    elif waits_in == "closure":
+    elif "closure" in waits_in:
         with pytest.raises(ZeroDivisionError):
             opt.step(lambda: 1 / 0)
     elif waits_in == "backward":  # for this rank, which makes none
