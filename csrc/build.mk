@@ -34,14 +34,14 @@ FOR_LIBRARY := -fPIC -fvisibility=hidden
 sources = $(sort $(foreach one,$(addprefix $(ROOT)/,$(1)),$(if $(filter %.cc,$(one)),$(one),$(shell find $(one) -name '*.cc'))))
 # Objects have their source's path below OUT, with header dependencies, so that a second run compiles little.
 objects = $(patsubst $(ROOT)/%.cc,$(OUT)/%.o,$(1))
-compile = $(CXX) $(FLAGS) $(SANITIZER_$(VARIANT)) $(OWN_FLAGS) $(CXXFLAGS) -MMD -MP -MT $@ -c $< -o $@
+command = $(CXX) $(FLAGS) $(SANITIZER_$(VARIANT)) $(OWN_FLAGS) $(CXXFLAGS)
+compile = $(command) -MMD -MP -MT $@ -c $< -o $@
 link = $(CXX) $(SANITIZER_$(VARIANT)) -pthread $(CXXFLAGS)
 nvcc = $(shell $(PYTHON) -c "import sys; sys.path.insert(0, '$(ROOT)/tools'); import buildconfig; print(buildconfig.find_nvcc() or '')")
 
 # A change of flags or compiler rebuilds: the file changes only when its text does.
-compiler_line = $(CXX) $(FLAGS) $(SANITIZER_$(VARIANT)) $(OWN_FLAGS) $(CXXFLAGS)
 $(OUT)/flags: FORCE
-	@mkdir -p $(OUT); echo '$(compiler_line)' | cmp -s - $@ || echo '$(compiler_line)' >$@
+	@mkdir -p $(OUT); echo '$(command)' | cmp -s - $@ || echo '$(command)' >$@
 $(OUT)/%.o: $(ROOT)/%.cc $(OUT)/flags
 	@mkdir -p $(@D); echo "  $(LABEL): $*.cc"
 	@$(compile)

@@ -134,7 +134,7 @@ def parallelize(
         raise TypeError(why)
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
-    _check_options(dims, stage, num, shard_options, **tensor_options)
+    options_of_zero = _check_options(dims, stage, num, shard_options, **tensor_options)
     given_model = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
     described = describe(given_model)
     is_whole = dims["batch"].size() * num == 1
@@ -148,7 +148,7 @@ def parallelize(
     data_mesh, pipe = dims["hsdp"] if dims.dp > 1 else dims["fsdp"], None
     check_zero = partial(
         zero.check_arguments,
-        options=ShardOptions(**shard_options),
+        options=options_of_zero,
         stage=stage,
         mesh=data_mesh if stage == 3 else None,
         words=(elementwise, whole),
@@ -302,11 +302,12 @@ def _check_options(
     *,
     sequence_parallel: bool,
     gather_logits: bool,
-) -> None:
+) -> ShardOptions:
+    """The options of zero.shard(); raises before anything is sent."""
     for name in ("units", "offload_weights"):
         if name in shard_options:
             raise TypeError(f"parallelize() has no {name}: zero.shard() has it")
-    ShardOptions(**shard_options)  # for its errors, before anything is sent
+    options = ShardOptions(**shard_options)
     given = ", ".join(sorted(shard_options))
     problems = {
         f"num_microbatches must be a positive number, got {num_microbatches}": num_microbatches < 1,
@@ -334,3 +335,4 @@ def _check_options(
     for problem, is_so in problems.items():
         if is_so:
             raise ValueError(problem)
+    return options
