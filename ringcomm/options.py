@@ -49,17 +49,19 @@ class Options:
         algorithm: the algorithm of all_reduce. "auto" selects by size and number of ranks; on
             several hosts it reduces inside each host first. "one_shot", "two_shot" and "ring" run
             over all ranks, on several hosts over messages. Tensors on a GPU may use two_shot
-            instead. ringcomm.stats() reports which algorithms ran.
+            instead, and over another backend that backend's own, unless it is "ring".
+            ringcomm.stats() reports which algorithms ran.
         deterministic: with "rank_order" every reduction equals the left-to-right sum over the ranks
-            bitwise, for every algorithm, size and transport. With None results are bitwise equal on
+            bitwise, for every algorithm, size and transport; a reduction of tensors on a device
+            that goes over another backend raises ValueError. With None results are bitwise equal on
             all ranks, and in every run with the same options.
         transport: "shm" (shared memory, for ranks on one host) or "messages" (the message
             transport: the point-to-point calls of another backend). None uses shared memory inside
             each host, and messages between hosts.
         message_backend: the backend of the message transport: "gloo", or another one registered
             with torch.distributed that supports CPU tensors, whose receives may be longer than
-            their messages. For tensors of a device that it supports, it must have all_to_all,
-            all_gather_into_tensor and broadcast as well.
+            their messages. For tensors of a device that it supports, it must have all
+            collectives but gather and scatter.
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
         max_threads: how many of torch's threads copy and sum in a call that moves 256 KiB or more,
             1 or more. None uses all, if each has a core to itself, and one otherwise. Results do

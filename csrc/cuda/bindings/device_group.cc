@@ -16,7 +16,7 @@
 #include "collectives/call.h"
 #include "core/errors.h"
 #include "cuda/collectives/ipc_transport.h"
-#include "cuda/messages/context.h"
+#include "cuda/messages/transport.h"
 #include "host/group_state.h"
 
 namespace ringcomm {

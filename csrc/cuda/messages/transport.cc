@@ -1,4 +1,5 @@
-#include <ATen/core/LegacyTypeDispatch.h>
+#include "cuda/messages/transport.h"
+
 #include <c10/util/Exception.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -13,11 +14,9 @@
 
 #include "bindings/python_errors.h"
 #include "collectives/call.h"
-#include "collectives/ring.h"
 #include "core/arch.h"
 #include "cuda/collectives/launch_plan.h"
-#include "cuda/messages/context.h"
-#include "cuda/messages/operators.h"
+#include "cuda/messages/backend_calls.h"
 #include "host/group_state.h"
 #include "host/process.h"
 #include "host/threads.h"
@@ -31,7 +30,7 @@ constexpr int kLooksPerQuestion = 4;
 
 class MessageDeviceTransport final : public cuda::DeviceTransport {
  public:
-  // `backend` as for DeviceMessageContext. Collective over the group.
+  // `backend` as for BackendCalls. Collective over the group.
   MessageDeviceTransport(c10::intrusive_ptr<c10d::Backend> backend, Communicator& communicator,
                          const GroupOptions& options, c10::Device device)
       : communicator_(communicator),
@@ -39,86 +38,46 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
         timeout_(std::min(options.timeout, kLongestTimeout)),
         description_(backend != nullptr ? "messages over " + backend->getBackendName()
                                         : "none: a group of one"),
-        context_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
+        calls_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
     if (communicator.world_size() == 1) return;
     watch_.emplace(
         WatchThread::Pace{.interval = kCheckInterval, .num_looks = timeout_ / kCheckInterval + 1},
         [this] { return look_at_peers(); });
     watch_->wake();  // what follows waits for all
-    connect();
+    try {
+      calls_.connect();
+    } catch (...) {
+      calls_.abort();
+      throw;
+    }
   }
 
   const std::string& description() const override { return description_; }
 
-  void plan(Collective& call) const override {
-    if (call.op == OpKind::kReduceUpdateGather) update_kernels(context_.device());  // or throws
-    plan_device_collective(context_.world_size(), options_, call);
-  }
+  void plan(Collective& call) const override { calls_.plan(options_, call); }
 
   Traffic enqueue(const Collective& call, const cuda::StreamPlace& place) override {
     watch(call, place.capture != 0);
-    return {.sent_bytes = in_order([&] { run_device_collective(context_, call, options_); }),
-            .algorithm = call.algorithm};
+    return {.sent_bytes = calls_.run(call), .algorithm = call.algorithm};
   }
 
   void exchange(const std::vector<cuda::P2pMessage>& messages,
                 const cuda::StreamPlace& place) override {
     watch(std::nullopt, place.capture != 0);
-    in_order([&] {
-      for (const cuda::P2pMessage& message : messages) {
-        if (message.is_send)
-          context_.send(message.data, message.num_bytes, message.peer, message.tag);
-        else
-          context_.recv(message.data, message.num_bytes, message.peer, message.tag);
-      }
-      context_.wait(context_.post());
-    });
+    calls_.exchange(messages);
   }
 
-  std::vector<Outcome> take_outcomes() override { return context_.take_outcomes(); }
+  std::vector<Outcome> take_outcomes() override { return calls_.take_outcomes(); }
 
   // A rank reports that it fails before it aborts: its streams may still send incomplete data.
   bool may_have_given_up() const noexcept override {
     GroupState* const members = communicator_.group_state();
-    return context_.is_aborted() || (members != nullptr && members->is_aborted(/*asks=*/false));
+    return calls_.is_aborted() || (members != nullptr && members->is_aborted(/*asks=*/false));
   }
 
-  void abort() noexcept override { context_.abort(); }
+  void abort() noexcept override { calls_.abort(); }
 
  private:
-  // NCCL blocks the host in the first use of a connection: here, where all ranks arrive.
-  void connect() {
-    try {
-      in_order([&] {
-        const auto num_ranks = static_cast<std::size_t>(context_.world_size());
-        std::byte* const bytes = context_.stage(2 * num_ranks);
-        DeviceMessageContext::Parts sent, received;
-        for (std::size_t peer = 0; peer < num_ranks; ++peer) {
-          sent.push_back({bytes + peer, 1});
-          received.push_back({bytes + num_ranks + peer, 1});
-        }
-        context_.wait(context_.all_to_all(sent, received));
-        context_.wait(context_.broadcast(bytes, 1, 0));
-      });
-    } catch (...) {
-      context_.abort();
-      throw;
-    }
-  }
-
-  // Returns the bytes that were sent. After an exception messages are incomplete: the group ends.
-  template <class Body>
-  std::uint64_t in_order(const Body& body) {
-    const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
-    try {
-      body();
-    } catch (...) {
-      context_.abandon();
-      throw;
-    }
-    return context_.finish();
-  }
-
   // Call it when messages start, of a collective or, without `header`, of a user.
   void watch(const std::optional<CallHeader>& header, bool is_captured) {
     if (!watch_) return;
@@ -135,8 +94,8 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   bool look_at_peers() {
     GroupState& members = *communicator_.group_state();
     std::ignore = members.is_aborted(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
-    for (int peer = 0; peer < context_.world_size(); ++peer) {
-      if (peer == context_.rank()) continue;
+    for (int peer = 0; peer < calls_.world_size(); ++peer) {
+      if (peer == calls_.rank()) continue;
       const WaitStatus state = members.state_of(peer);
       if (state != WaitStatus::kPeerDied && state != WaitStatus::kAborted) continue;
       try {
@@ -144,7 +103,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
       } catch (const std::exception&) {
         // The error is kept for the next call or wait.
       }
-      context_.abort();
+      calls_.abort();
       return false;
     }
     return true;
@@ -163,7 +122,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   CommunicatorOptions options_;
   std::chrono::milliseconds timeout_;
   std::string description_;
-  DeviceMessageContext context_;
+  BackendCalls calls_;
   int num_looks_ = 0;  // the watchdog's
   std::mutex mutex_;
   std::optional<CallHeader> last_;    // guarded by mutex_

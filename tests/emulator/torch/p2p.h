@@ -1,6 +1,6 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <ATen/ATen.h>
 #include <c10/core/Event.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -184,6 +185,38 @@ class EmulatedP2p final : public c10d::Backend {
       if (rank_ == root && peer != root) add(true, tensors.at(0), peer);
     return submit(c10d::OpType::BROADCAST);
   }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return reduce(Tensors(static_cast<std::size_t>(size_), tensors.at(0)), tensors.at(0),
+                  options.reduceOp, c10d::OpType::ALLREDUCE);
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    Tensors inputs(static_cast<std::size_t>(size_));
+    inputs.at(static_cast<std::size_t>(options.rootRank)) = tensors.at(0);
+    return reduce(inputs, rank_ == options.rootRank ? tensors.at(0) : at::Tensor(),
+                  options.reduceOp, c10d::OpType::REDUCE);
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
+    return reduce(inputs.at(0), outputs.at(0), options.reduceOp, c10d::OpType::REDUCE_SCATTER);
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    return reduce(input.chunk(size_), output, options.reduceOp, c10d::OpType::REDUCE_SCATTER);
+  }
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions&) override {
+    for (int peer = 0; peer < size_; ++peer) {
+      add(true, inputs.at(0), peer);
+      add(false, outputs.at(0).at(static_cast<std::size_t>(peer)), peer);
+    }
+    return submit(c10d::OpType::ALLGATHER);
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override {
+    std::vector<Tensors> outputs{output.chunk(size_)};
+    Tensors inputs{input};
+    return allgather(outputs, inputs, options);
+  }
   void abort() override {
     transport_->fail(std::make_exception_ptr(
         C10_BUILD_ERROR(DistBackendError, "emup2p: the group was aborted")));
@@ -195,6 +228,46 @@ class EmulatedP2p final : public c10d::Backend {
     std::vector<P2pTransport::Message> messages;
     Tensors tensors;
   };
+
+  /// Each rank gets the inputs for it of all ranks, where they are defined, and `output` is what
+  /// they reduce to, in the order of the ranks.
+  WorkPtr reduce(const Tensors& inputs, const at::Tensor& output, const c10d::ReduceOp& op,
+                 c10d::OpType op_type) {
+    TORCH_CHECK_VALUE(op.op_ <= c10d::ReduceOp::MAX, "emup2p: no bitwise reductions");
+    Tensors received;
+    for (int peer = 0; peer < size_; ++peer) {
+      if (const at::Tensor& input = inputs.at(static_cast<std::size_t>(peer)); input.defined())
+        add(true, input, peer);
+      if (!output.defined()) continue;
+      received.push_back(at::empty_like(output));
+      add(false, received.back(), peer);
+    }
+    if (!output.defined()) return submit(op_type);
+    for (at::Tensor& tensor : received) tensor = host_view(tensor);
+    return submit(op_type, [received, to = host_view(output), op = op.op_] {
+      const bool is_short = to.is_floating_point() && to.element_size() < 4;
+      at::Tensor result = is_short ? received[0].to(at::kFloat) : received[0];
+      const auto size = static_cast<std::int64_t>(received.size());
+      for (std::size_t peer = 1; peer < received.size(); ++peer) {
+        if (op == c10d::ReduceOp::PRODUCT)
+          result.mul_(received[peer]);
+        else if (op == c10d::ReduceOp::MIN)
+          at::minimum_out(result, result, received[peer]);
+        else if (op == c10d::ReduceOp::MAX)
+          at::maximum_out(result, result, received[peer]);
+        else
+          result.add_(received[peer]);
+      }
+      if (op == c10d::ReduceOp::AVG)
+        result.is_floating_point() ? result.div_(size) : result.div_(size, "trunc");
+      to.copy_(result);
+    });
+  }
+
+  static at::Tensor host_view(const at::Tensor& tensor) {
+    return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(),
+                         tensor.options().device(at::kCPU));
+  }
 
   /// Whether it is to be submitted at once.
   bool add(bool is_send, const at::Tensor& tensor, int peer) {
@@ -212,7 +285,8 @@ class EmulatedP2p final : public c10d::Backend {
     return !is_coalescing_;
   }
 
-  WorkPtr submit(c10d::OpType op_type) {
+  /// Moves the batch, and then calls `next`, which may use the batch's memory.
+  WorkPtr submit(c10d::OpType op_type, std::function<void()> next = {}) {
     Batch batch = std::exchange(batch_, {});
     const c10::DeviceIndex device = batch.tensors.at(0).get_device();
     if (!stream_.has_value()) stream_ = stream_from_pool(device);
@@ -222,8 +296,10 @@ class EmulatedP2p final : public c10d::Backend {
     for (const at::Tensor& tensor : batch.tensors)
       record_stream(tensor.storage().data_ptr(), *stream_);
     auto is_done = std::make_shared<std::atomic<bool>>();
-    launch(*stream_, [transport = transport_, messages = std::move(batch.messages), is_done] {
+    launch(*stream_, [transport = transport_, messages = std::move(batch.messages), is_done,
+                      next = std::move(next)] {
       transport->move(messages, *is_done);
+      if (next && *is_done) next();
     });
     return c10::make_intrusive<P2pWork>(rank_, op_type, transport_, is_done, *stream_);
   }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import threading
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,10 +24,17 @@ import torch.distributed as dist
 from cases import quick, slow
 from emulated_gpu import build, in_emulated_ranks, needs_emulated_gpu, run_on_gpus, with_kernels
 from rank_programs import run_program
-from test_gpu_collectives import check_every_operation, check_operators, inputs_of, send_and_receive
+from test_gpu_collectives import (
+    check_every_operation,
+    check_operators,
+    inputs_of,
+    send_and_receive,
+    transport,
+)
 
 import ringcomm
-from ringcomm import _C, Options
+from ringcomm import Options
+from ringcomm.torch_names import reduce_scatter_single
 
 pytestmark = needs_emulated_gpu
 
@@ -66,16 +74,9 @@ BOXES = [
 ]
 
 
-def transport(rank: int) -> str:
-    dist.all_reduce(torch.ones(4, device=GPU))
-    group: Any = dist.group.WORLD
-    (name,) = _C.device_transports(group._get_backend(torch.device(GPU))).values()
-    return str(name)
-
-
 def check_box(rank: int) -> str:
     """What cannot be in this box is refused, and the group works on."""
-    name = transport(rank)
+    name = transport()
     if name.startswith("cuda_ipc"):  # CUDA_DEVICE_MAX_CONNECTIONS is not set
         assert ("2 hardware queues" in name) == ("no MPS" not in name)
     if "messages" in name or "taking turns" in name:
@@ -111,34 +112,38 @@ def group_with(**options: Any) -> Any:
     return dist.new_group(backend="cpu:ringcomm,emugpu:ringcomm", pg_options=Options(**options))
 
 
-def check_algorithms(rank: int, slices_in_order: bool = False) -> list[bytes]:
-    """Sizes around ranks, slots and groups of slices; the order of sums where it is promised."""
+def check_algorithms(rank: int) -> list[bytes]:
+    """Sizes around ranks, slots and groups of slices."""
     world_size = dist.get_world_size()
     found = []
-    algorithms = ("auto", "one_shot", "two_shot", "ring")
-    for algorithm, deterministic in product(algorithms, (None, "rank_order")):
-        group = group_with(algorithm=algorithm, deterministic=deterministic)
+    for algorithm in ("auto", "one_shot", "two_shot", "ring"):
+        group = group_with(algorithm=algorithm)
         # A slot of the ring has 1 Mi elements, and a group of slices two.
-        is_in_slices = algorithm == "ring" and (deterministic is None or slices_in_order)
-        in_slices = [(2 << 20) * world_size + 1] if is_in_slices else []
+        in_slices = [(2 << 20) * world_size + 1] if algorithm == "ring" else []
         for num_elems in (0, 1, world_size, world_size + 1, 1001, *in_slices):
             inputs = inputs_of(num_elems)
             tensor = inputs[rank].to(GPU)
             dist.all_reduce(tensor, group=group)
             oracle.assert_equal(tensor.cpu(), oracle.total(inputs))
-        for dtype in oracle.FLOATS:
-            inputs = [oracle.floats(r, 1001, dtype) for r in range(world_size)]
-            tensor = inputs[rank].to(GPU)
-            dist.all_reduce(tensor, group=group)
-            if deterministic:
-                oracle.assert_equal(tensor.cpu(), oracle.left_to_right(inputs))
+        for dtype, op in product(oracle.FLOATS, (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
+            tensor = oracle.floats(rank, 1001, dtype).to(GPU)
+            dist.all_reduce(tensor, op, group=group)
             found.append(oracle.bits(tensor.cpu()))
+        for op, expected in (
+            (dist.ReduceOp.PRODUCT, math.factorial(world_size)),
+            (dist.ReduceOp.MIN, 1),
+            (dist.ReduceOp.MAX, world_size),
+            (dist.ReduceOp.AVG, (world_size + 1) / 2),
+        ):
+            tensor = torch.full((5,), rank + 1.0, device=GPU)
+            dist.all_reduce(tensor, op, group=group)
+            assert tensor.tolist() == [expected] * 5
     return found
 
 
-@pytest.mark.parametrize(("world_size", "in_order"), [slow(2, True), (3, False), slow(3, True)])
-def test_algorithms_over_messages(world_size: int, in_order: bool) -> None:
-    results = run_on_gpus(world_size, check_algorithms, in_order)
+@pytest.mark.parametrize("world_size", [slow(2), 3])
+def test_algorithms_over_messages(world_size: int) -> None:
+    results = run_on_gpus(world_size, check_algorithms)
     assert all(found == results[0] for found in results)
 
 
@@ -147,30 +152,61 @@ def test_algorithms_over_messages(world_size: int, in_order: bool) -> None:
 def test_roots_and_places_over_messages(rank: int, num_elems: int) -> None:
     """Every root, in one piece and in many; outputs of all_gather lie differently on each rank."""
     world_size = dist.get_world_size()
-    for deterministic in (None, "rank_order"):
-        group = group_with(deterministic=deterministic)
-        inputs = inputs_of(num_elems)
-        for root in range(world_size):
-            tensor = inputs[rank].to(GPU)
-            dist.reduce(tensor, root, group=group)
-            expected = oracle.total(inputs) if rank == root else inputs[rank]
-            oracle.assert_equal(tensor.cpu(), expected)
-            tensor = inputs[rank].to(GPU)
-            dist.broadcast(tensor, root, group=group)
-            oracle.assert_equal(tensor.cpu(), inputs[root])
-        whole = torch.zeros(world_size * num_elems, device=GPU)
-        parts = list(whole.chunk(world_size))
-        if rank == 1:
-            parts.reverse()
-        elif rank == 2:
-            parts = [torch.zeros(num_elems, device=GPU) for _ in range(world_size)]
-        dist.all_gather(parts, inputs[rank].to(GPU), group=group)
-        for part, expected in zip(parts, inputs, strict=True):
-            oracle.assert_equal(part.cpu(), expected)
+    inputs = inputs_of(num_elems)
+    for root in range(world_size):
+        tensor = inputs[rank].to(GPU)
+        dist.reduce(tensor, root)
+        oracle.assert_equal(tensor.cpu(), oracle.total(inputs) if rank == root else inputs[rank])
+        tensor = inputs[rank].to(GPU)
+        dist.broadcast(tensor, root)
+        oracle.assert_equal(tensor.cpu(), inputs[root])
+    whole = torch.zeros(world_size * num_elems, device=GPU)
+    parts = list(whole.chunk(world_size))
+    if rank == 1:
+        parts.reverse()
+    elif rank == 2:
+        parts = [torch.zeros(num_elems, device=GPU) for _ in range(world_size)]
+    dist.all_gather(parts, inputs[rank].to(GPU))
+    for part, expected in zip(parts, inputs, strict=True):
+        oracle.assert_equal(part.cpu(), expected)
+
+
+SUM, MAX, BAND = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.BAND
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "deterministic"),
+    [
+        (torch.int16, SUM, None),
+        (torch.uint32, MAX, None),
+        (torch.int32, BAND, None),
+        (torch.float32, SUM, "rank_order"),
+    ],
+)
+@in_emulated_ranks(2, kernels=False)
+def test_what_the_backend_cannot_reduce_is_refused(
+    rank: int, dtype: torch.dtype, op: Any, deterministic: str | None
+) -> None:
+    """The group goes on."""
+    group = group_with(deterministic=deterministic)
+    tensor = torch.arange(6, device=GPU).to(dtype)
+    refused = pytest.raises(ValueError, match="emup2p, by which these ranks reach each other")
+    with refused:
+        dist.all_reduce(tensor, op, group=group)
+    with refused:
+        dist.reduce(tensor, 0, op, group=group)
+    with refused:
+        reduce_scatter_single(tensor[:3].clone(), tensor, op, group=group)
+    dist.broadcast(tensor, 0, group=group)
+    assert tensor.tolist() == list(range(6))
 
 
 def test_what_carries_messages() -> None:
-    assert run_on_gpus(2, transport, num_devices=2) == ["messages over emup2p"] * 2
+    assert run_on_gpus(2, carried, num_devices=2) == ["messages over emup2p"] * 2
+
+
+def carried(rank: int) -> str:
+    return transport()
 
 
 @in_emulated_ranks(2, fresh=True)

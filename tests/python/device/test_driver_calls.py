@@ -135,7 +135,8 @@ def test_messages(rank: int) -> None:
 
 @in_emulated_ranks(2, kernels=False)
 def test_batches_over_messages(rank: int) -> None:
-    """Over messages: a batch for each 4 MiB of a chunk and step, not for each 256 KiB."""
+    """The ring over messages: a batch for each 4 MiB of a chunk and step, not for each 256 KiB."""
+    ring = dist.new_group(pg_options=ringcomm.Options(algorithm="ring"))
     tensor = torch.ones(4 << 20, device=GPU)  # 16 MiB: two chunks of two slots, two steps
-    found = calls_of(lambda: dist.all_reduce(tensor), 1)
+    found = calls_of(lambda: dist.all_reduce(tensor, group=ring), 1)
     assert found["cuLaunchHostFunc"] == 4
