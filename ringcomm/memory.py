@@ -1,6 +1,7 @@
 """Tensors that other ranks of this host can read in place; docs/design/protocol.md."""
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -28,19 +29,14 @@ def empty_shared(
     makes an all_reduce of 256 KiB or more several times faster. Otherwise it is an ordinary CPU
     tensor. Its memory is freed with the last tensor on its storage, independently of the group.
 
-    On a GPU, collectives run directly on ordinary tensors too, except with `expandable_segments`,
-    where memory is scarce, and in a CUDA graph's first calls. Use it on a GPU only in these cases.
+    On a GPU it is torch.empty's tensor, and the call is collective: all ranks of the group call it,
+    each for its own device, and map each other's at once. Collectives run directly on ordinary
+    tensors of 64 KiB and more too, from their second or third call on; so use it there for the
+    calls of a CUDA graph. Where some rank's cannot be mapped (`expandable_segments`, or less than
+    a sixteenth of the memory free), it warns, and collectives on the tensor are staged.
 
-    On a GPU the call is collective: all ranks of the group call it, each for its own device.
-    Collectives of that group run directly on such tensors: all_reduce and fused updates if inputs
-    and outputs are shared (from about ten KiB), the others if the inputs are (from a few MiB). A
-    rank's memory is freed in one of the group's calls after the tensors of all ranks have been
-    deleted. Only two streams may use it at that time: the one on which the tensor was made, and the
-    one that is current when it is deleted. `record_stream` has no effect on it. Memory captured by
-    a CUDA graph is freed with the group.
-
-    Unlike ordinary tensors, such a tensor stays shared with a forked child: each process sees the
-    other's writes.
+    Unlike ordinary tensors, such a tensor on the CPU stays shared with a forked child: each process
+    sees the other's writes.
 
     Args:
         size: of each dimension, as numbers or in one sequence.
@@ -77,7 +73,15 @@ def empty_shared(
             f"ringcomm.empty_shared on {place} needs a group whose backend for {place.type}"
             f" tensors is ringcomm, got one with {backend.name()}"
         )
-    return _C.empty_shared_on(backend, place, sizes, dtype).requires_grad_(requires_grad)
+    tensor, is_mapped = _C.empty_shared_on(backend, place, sizes, dtype)
+    if not is_mapped:
+        warnings.warn(
+            f"ringcomm.empty_shared: the ranks cannot all map each other's tensors on {place}"
+            " (expandable segments, or little memory, on one of them): collectives on this one"
+            " are staged",
+            stacklevel=2,
+        )
+    return tensor.requires_grad_(requires_grad)
 
 
 def is_shared(tensor: Tensor) -> bool:

@@ -38,14 +38,6 @@ struct DeviceMessage {
   TensorCall item;
 };
 
-/// Memory on a rank's device that the other ranks read and write where it is; none if data is null.
-struct SharedDeviceMemory {
-  void* data = nullptr;
-  /// Called once, from any thread, when the tensor is destroyed: only the work that these streams
-  /// hold now may still use the memory.
-  std::function<void(const std::vector<c10::Stream>&)> give_back;
-};
-
 /// A group's calls on device tensors. The one implementation is in ringcomm._cuda (csrc/cuda).
 /// Thread-safe; throws what the engine throws.
 class Devices {
@@ -68,9 +60,9 @@ class Devices {
   /// A readable description of the transport of each device.
   virtual std::map<std::string, std::string> transports() = 0;
 
-  /// Memory that other ranks access directly. Collective over the group. Throws
-  /// NotImplementedError where there is none.
-  virtual SharedDeviceMemory lend(c10::Device device, std::size_t num_bytes) = 0;
+  /// Maps a buffer of each rank on all ranks; null where a rank has none. Collective over the
+  /// group. Returns whether all are mapped. Throws NotImplementedError where ranks share no memory.
+  virtual bool map(c10::Device device, const void* data, std::size_t num_bytes) = 0;
 
   virtual void abort() noexcept = 0;
   /// Waits until devices are through with all calls; where the group has failed, ends them.

@@ -3,12 +3,12 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/from_blob.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <c10/util/accumulate.h>
+
+#include <exception>
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
@@ -72,25 +72,25 @@ at::Tensor ProcessGroupRingcomm::allocateTensor(long size, at::TensorOptions opt
   return empty_shared({size}, c10::typeMetaToScalarType(options.dtype()));
 }
 
-at::Tensor ProcessGroupRingcomm::empty_shared_on(c10::Device device, at::IntArrayRef sizes,
-                                                 at::ScalarType dtype) {
+std::pair<at::Tensor, bool> ProcessGroupRingcomm::empty_shared_on(c10::Device device,
+                                                                  at::IntArrayRef sizes,
+                                                                  at::ScalarType dtype) {
   const c10::DeviceGuard guard(device);
-  const std::size_t num_bytes =
-      static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  SharedDeviceMemory memory;
-  with_python_errors([&] { memory = devices()->lend(device, num_bytes); });
-  // Its memory belongs to the current stream, like that of torch's allocators, and to the stream
-  // that is current when the last tensor on it is destroyed.
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  const auto release = [impl, device, made_on = impl.getStream(device),
-                        give_back = memory.give_back](void*) {
-    std::vector<c10::Stream> streams{made_on};
-    if (const c10::Stream current = impl.getStream(device); current != made_on)
-      streams.push_back(current);
-    give_back(streams);
-  };
-  return at::from_blob(memory.data, sizes, release, at::TensorOptions(dtype).device(device),
-                       device);
+  at::Tensor tensor;
+  std::exception_ptr failed;
+  try {
+    tensor = at::empty(sizes, at::TensorOptions(dtype).device(device));
+  } catch (const std::exception&) {
+    failed = std::current_exception();  // the other ranks wait for this one
+  }
+  bool is_mapped = false;
+  with_python_errors([&] {
+    is_mapped = failed != nullptr
+                    ? devices()->map(device, nullptr, 1)
+                    : devices()->map(device, tensor.const_data_ptr(), tensor.nbytes());
+  });
+  if (failed != nullptr) std::rethrow_exception(failed);
+  return {tensor, is_mapped};
 }
 
 }  // namespace ringcomm

@@ -141,8 +141,10 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// Makes the transport of the device's tensors. torch calls it on all ranks of a group that is
   /// bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
-  /// A device tensor in memory that the other ranks map. Collective; throws like Devices::lend().
-  at::Tensor empty_shared_on(c10::Device device, at::IntArrayRef sizes, at::ScalarType dtype);
+  /// A device tensor, and whether all ranks have mapped those of all. Collective; throws like
+  /// Devices::map().
+  std::pair<at::Tensor, bool> empty_shared_on(c10::Device device, at::IntArrayRef sizes,
+                                              at::ScalarType dtype);
   std::map<std::string, std::string> device_transports();
 
   /// c10d's allreduce into another tensor of the same shape, or in place: every all_reduce of one

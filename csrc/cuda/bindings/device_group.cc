@@ -37,14 +37,6 @@ void take_tensors(TensorCall& item, std::vector<at::Tensor>& kept,
   item.profiled.clear();
 }
 
-SharedDeviceMemory to_memory(std::shared_ptr<const cuda::Loan> loan) {
-  return {loan->data(), [loan](const std::vector<c10::Stream>& streams) {
-            std::vector<cuda::StreamHandle> handles;
-            for (const c10::Stream& stream : streams) handles.push_back(handle_of(stream));
-            loan->give_back(handles);
-          }};
-}
-
 // Null on all ranks, with the reason, if the ranks cannot map each other's memory.
 TransportPtr make_ipc_transport(Communicator& communicator, const GroupOptions& options,
                                 c10::Device device, std::string& reason) {
@@ -137,15 +129,10 @@ TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device
   return transport;
 }
 
-SharedDeviceMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
+bool DeviceGroup::map(c10::Device device, const void* data, std::size_t num_bytes) {
   const std::lock_guard order(order_);
   check();
-  cuda::DeviceTransport& used = transport(device);
-  if (auto loan = used.lend(num_bytes)) return to_memory(std::move(loan));
-  C10_THROW_ERROR(
-      NotImplementedError,
-      "ringcomm: ranks that reach each other by " + used.description() +
-          " share no memory; use torch.empty instead: calls on it are sent as messages");
+  return transport(device).map(data, num_bytes);
 }
 
 Algorithm DeviceGroup::algorithm_of(Collective call, c10::Device device) {

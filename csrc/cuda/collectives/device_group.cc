@@ -96,9 +96,9 @@ struct Part {
 };
 
 // Maps a peer's part, and throws where it has not the peer's signature.
-std::shared_ptr<DeviceMemory> map_part(DeviceOrdinal device, int peer, const RankPlace& place,
+std::unique_ptr<DeviceMemory> map_part(DeviceOrdinal device, int peer, const RankPlace& place,
                                        const Part& part, MappedHostMemory& word) {
-  auto memory = std::make_shared<DeviceMemory>(device, part.num_bytes,
+  auto memory = std::make_unique<DeviceMemory>(device, part.num_bytes,
                                                Offer::fetch(place, peer, part.offer_key.str()));
   copy_and_wait(word.device(), memory->data(), sizeof(std::uint64_t), "read another rank's memory");
   std::uint64_t value = 0;
@@ -120,7 +120,7 @@ Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
   auto& own = parts_[static_cast<std::size_t>(exchange.rank())];
   Part mine;
   mine.problem = attempt([&] {
-    own = std::make_shared<DeviceMemory>(device, num_bytes);
+    own = std::make_unique<DeviceMemory>(device, num_bytes);
     mine.num_bytes = own->num_bytes();
     const std::uint64_t value = signature(exchange.rank());
     std::memcpy(word.host(), &value, sizeof value);
@@ -153,7 +153,8 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
   reserve_places();
   staging_.layout = make_staging_layout(facts_);
   share_host_memory();
-  segment_ = make_segment(staging_.layout.num_bytes());
+  segment_ = std::make_unique<Segment>(exchange_, device_, places_, staging_.layout.num_bytes(),
+                                       *words_for_copies_);
   for (int rank = 0; rank < exchange.world_size(); ++rank) staging_.of[rank] = segment_->of(rank);
   description_ = describe();
 }
@@ -241,10 +242,6 @@ void DeviceGroup::reserve_places() {
     agree(exchange_, attempt([&] { reservation_->release_all(); }));  // before any looks for others
     facts_.free_places = std::min(facts_.free_places, reservation_->capacity()) / 2;
   }
-}
-
-std::unique_ptr<Segment> DeviceGroup::make_segment(std::size_t num_bytes) {
-  return std::make_unique<Segment>(exchange_, device_, places_, num_bytes, *words_for_copies_);
 }
 
 // Rank 0 makes it; each rank has a control block of its own besides.

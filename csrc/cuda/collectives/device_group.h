@@ -25,14 +25,10 @@ class Segment {
           std::size_t num_bytes, MappedHostMemory& word);
 
   /// The local address of a rank's part; zeroed at first.
-  std::byte* of(int rank) const { return part(rank)->data(); }
-  /// A rank's part; this rank's own may outlive the segment.
-  const std::shared_ptr<DeviceMemory>& part(int rank) const {
-    return parts_[static_cast<std::size_t>(rank)];
-  }
+  std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]->data(); }
 
  private:
-  std::vector<std::shared_ptr<DeviceMemory>> parts_;
+  std::vector<std::unique_ptr<DeviceMemory>> parts_;
 };
 
 /// The devices of a group's ranks, and the memory through which their kernels communicate: every
@@ -58,9 +54,6 @@ class DeviceGroup {
   /// A number for each rank, between host and device; for one copy at a time.
   MappedHostMemory& words_for_copies() const { return *words_for_copies_; }
   const std::string& description() const { return description_; }
-
-  /// Collective; throws as Segment's constructor.
-  std::unique_ptr<Segment> make_segment(std::size_t num_bytes);
 
   /// The blocks of messages with `peer` in each direction; 0 where messages are refused.
   ///

@@ -8,7 +8,8 @@
 #include <vector>
 
 #include "collectives/call.h"
-#include "cuda/collectives/lent_memory.h"
+#include "cuda/collectives/events.h"
+#include "cuda/collectives/launch_plan.h"
 #include "transport/transport.h"
 
 namespace ringcomm::cuda {
@@ -51,8 +52,9 @@ class DeviceTransport {
   /// Whether its data has headers, so that kernels detect different calls.
   virtual bool finds_mismatches() const { return false; }
 
-  /// Memory in which peers access the buffers of collectives. Collective; null if there is none.
-  virtual std::shared_ptr<const Loan> lend(std::size_t) { return nullptr; }
+  /// Collective: maps a buffer of each rank, so that peers access it where it is. False where some
+  /// of it cannot be mapped; null is a buffer that could not be allocated.
+  virtual bool map(const void* data, std::size_t num_bytes) = 0;
 
   /// Whether work may end without being complete, because a rank has failed. Work that ended while
   /// this was false is complete. From any thread.

@@ -31,9 +31,9 @@ IpcTransport::IpcTransport(Communicator& communicator, DeviceOrdinal device,
       kernels_(Kernels::of(device)),
       events_(EventPool::of(device)),
       running_(RunningKernels::of(device)),
-      lent_(exchange_, *group_),
+      allocations_(exchange_, *group_),
       watch_(communicator, group_->control(), group_->words(), limits.timeout, std::move(report),
-             [this] { lent_.allocations().look(); }) {}
+             [this] { allocations_.look(); }) {}
 
 IpcTransport::~IpcTransport() {
   try {
@@ -81,14 +81,14 @@ void IpcTransport::check_messages(const std::vector<P2pMessage>& messages) const
   check_batch(messages);
 }
 
-std::shared_ptr<const Loan> IpcTransport::lend(std::size_t num_bytes) {
+bool IpcTransport::map(const void* data, std::size_t num_bytes) {
   communicator_.failure().rethrow_if_any();
   refuse_turns(
       "ranks that take turns on a GPU cannot use each other's buffers; use torch.empty instead: "
       "calls on it are staged; ");
   const ContextGuard guard(group_->device());
   const RelaxedCapture relaxed;
-  return lent_.lend(num_bytes);
+  return allocations_.map_now(static_cast<const std::byte*>(data), num_bytes, num_calls_);
 }
 
 // A program repeats its all_reduces with the same sizes, which differ in their buffers only and are
@@ -115,8 +115,7 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
   const HeaderWords words = compared_words(call, communicator_.world_size());
   PlannedCall& planned = plan_call(call, words);
   follow_peers();
-  lent_.find_buffers(call, planned.plan,
-                     {.number = num_calls_++, .is_captured = place.capture != 0}, planned.call);
+  allocations_.find_buffers(call, planned.plan, num_calls_++, planned.call);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
@@ -147,10 +146,9 @@ void IpcTransport::record_capture() {
 // hardware. A message there may wait for a peer that waits for this rank. Unmapping waits for all
 // kernels: they must be collectives of this group, which all ranks call in the same order.
 void IpcTransport::follow_peers() {
-  if (!lent_.allocations().has_news()) return;
+  if (!allocations_.has_news()) return;
   const RelaxedCapture relaxed;
-  if (running_.are_messages_over())
-    lent_.allocations().follow(num_calls_, running_.is_over_but_of(this));
+  if (running_.are_messages_over()) allocations_.follow(num_calls_, running_.is_over_but_of(this));
 }
 
 // ---- ranks that take turns
@@ -221,10 +219,7 @@ void IpcTransport::exchange(const std::vector<P2pMessage>& messages, const Strea
   for (const int peer : peers)
     places_per_lane = std::min(places_per_lane, places_of_messages(peer));
   const LaunchPlan plan = plan_exchange(messages, places_per_lane, call);
-  if (place.capture != 0) {
-    record_capture();
-    for (const P2pMessage& message : messages) lent_.keep_for_graph(message.data);
-  }
+  if (place.capture != 0) record_capture();
   for (const int peer : peers) messages_[peer].wait(place);
   const auto launching = running_.launching();
   kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);

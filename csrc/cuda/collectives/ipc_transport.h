@@ -13,6 +13,7 @@
 #include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/device_watch.h"
 #include "cuda/collectives/kernels.h"
+#include "cuda/collectives/peer_allocations.h"
 #include "host/process.h"
 #include "host/wait.h"
 
@@ -51,8 +52,8 @@ class IpcTransport final : public DeviceTransport {
   void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
   std::shared_ptr<const Event> last_end() const override { return last_end_; }
   bool finds_mismatches() const override { return true; }
-  /// Throws Unavailable, Error, std::invalid_argument.
-  std::shared_ptr<const Loan> lend(std::size_t num_bytes) override;
+  /// Throws Error, std::invalid_argument.
+  bool map(const void* data, std::size_t num_bytes) override;
 
   void abort() noexcept override { watch_.end_waits(); }
   bool may_have_given_up() const noexcept override {
@@ -87,7 +88,7 @@ class IpcTransport final : public DeviceTransport {
   RunningKernels& running_;
   std::map<HeaderWords, PlannedCall> plans_;  // of all_reduces
   PlannedCall other_plan_;                    // of the last other call
-  LentMemory lent_;
+  PeerAllocations allocations_;
   DeviceWatch watch_;
   std::uint64_t num_launches_ = 0;  // of kernels that run at once
   std::uint64_t num_calls_ = 0;     // of these, and of those that graphs have captured

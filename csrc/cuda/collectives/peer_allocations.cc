@@ -1,6 +1,7 @@
 #include "cuda/collectives/peer_allocations.h"
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 #include <thread>
 #include <utility>
@@ -13,8 +14,8 @@ namespace {
 // A rank that cannot announce tries again after so many buffers, and one that could not map an
 // allocation after so many calls.
 constexpr std::uint64_t kFailuresPerTry = 64;
-// After a buffer that cannot be lent, so many that can are staged as well.
-constexpr std::uint64_t kGoodBuffers = 16;
+// Of a buffer for which the driver is asked whose memory it is in.
+constexpr std::size_t kMinMappedBytes = std::size_t{64} << 10;
 // The watchdog looks for freed memory after so many looks without a call, at so many rows a look.
 constexpr int kIdleLooks = 25;
 constexpr std::size_t kRowsPerLook = 16;
@@ -35,16 +36,14 @@ Registry& registry() {
 
 }  // namespace
 
-PeerAllocations::PeerAllocations(const RecordExchange& exchange, DeviceGroup& group,
-                                 WriteBase write_base)
-    : group_(group),
+PeerAllocations::PeerAllocations(RecordExchange& exchange, DeviceGroup& group)
+    : exchange_(exchange),
+      group_(group),
       rank_(exchange.rank()),
       world_size_(exchange.world_size()),
-      write_base_(std::move(write_base)),
       mappings_(PeerMappings::of(group.device())),
       running_(RunningKernels::of(group.device())),
-      theirs_(static_cast<std::size_t>(world_size_)),
-      num_good_(kGoodBuffers) {
+      theirs_(static_cast<std::size_t>(world_size_)) {
   const std::lock_guard lock(registry().mutex);
   registry().all.insert(this);
 }
@@ -56,9 +55,45 @@ PeerAllocations::~PeerAllocations() {
 
 // ---- this rank's allocations
 
-PeerAllocations::Place PeerAllocations::place_of(const std::byte* data, std::size_t num_bytes,
-                                                 std::uint64_t call) {
+void PeerAllocations::find_buffers(const Collective& call, const LaunchPlan& plan,
+                                   std::uint64_t number, KernelCall& kernel_call) {
   const std::lock_guard lock(mutex_);
+  const bool maps = group_.maps_tensors() || !own_.empty();
+  find_lent_buffers(
+      call, plan,
+      [&](const std::byte* data, std::size_t num_bytes) {
+        return maps && num_bytes >= kMinMappedBytes ? place_of(data, num_bytes, number) : 0;
+      },
+      kernel_call);
+  kernel_call.lent.bases =
+      bases_ != nullptr ? reinterpret_cast<std::byte* const*>(bases_->data()) : nullptr;
+  // A graph's kernel may meet one of a peer that lends by then: without bases it takes nothing.
+  if (bases_ == nullptr) kernel_call.lends = Lends::kNo;
+}
+
+bool PeerAllocations::map_now(const std::byte* data, std::size_t num_bytes, std::uint64_t number) {
+  {
+    const std::lock_guard lock(mutex_);
+    num_failures_ = 0;
+    if (data != nullptr) wanted_.push_back(data);
+  }
+  for (int round = 0; round < 2; ++round) {  // all have announced; all have mapped
+    follow(number, /*may_unmap=*/false);
+    exchange_.all_gather(0);
+  }
+  bool is_mapped = num_bytes == 0;
+  if (data != nullptr && num_bytes > 0) {
+    const std::lock_guard lock(mutex_);
+    is_mapped = place_of(data, num_bytes, number) != 0;
+  }
+  const std::vector<std::uint8_t> all = exchange_.all_gather(std::uint8_t{is_mapped});
+  return std::ranges::find(all, 0) == all.end();
+}
+
+// Of a buffer of this rank; 0 where it is staged, as peers have yet to map it or it cannot be
+// mapped.
+std::uint64_t PeerAllocations::place_of(const std::byte* data, std::size_t num_bytes,
+                                        std::uint64_t number) {
   // Freed ones are found even if the program allocates nothing more.
   if (!own_.empty()) retire_if_freed(num_looks_++ % own_.size());
   const Allocation allocation = allocation_of(data);
@@ -66,11 +101,20 @@ PeerAllocations::Place PeerAllocations::place_of(const std::byte* data, std::siz
   const bool has_handle = allocation.has_ipc_handle && offset + num_bytes <= allocation.num_bytes;
   const std::size_t row = has_handle ? find(allocation.id) : kMaxRows;
   const bool is_new = has_handle && row == kMaxRows;
-  if (is_new && wanted_.size() < kMaxRows) wanted_.push_back(data);
-  refuse_by(is_new ? num_failures_ == 0 : has_handle && row_of(rank_, row).failed == 0);
-  const bool is_lent = row != kMaxRows && is_known_to_all(row) &&
-                       call >= row_of(rank_, row).first_call && group_.words().num_refusing == 0;
-  return {.row = row, .offset = offset, .is_lent = is_lent};
+  if (is_new && group_.maps_tensors() && wanted_.size() < kMaxRows) wanted_.push_back(data);
+  const bool is_lent = row != kMaxRows && is_known_to_all(row) && row_of(rank_, row).failed == 0 &&
+                       number >= row_of(rank_, row).first_call;
+  return is_lent ? Lent::place(row, offset) : 0;
+}
+
+void PeerAllocations::write_base(std::size_t row, int rank, std::byte* base) {
+  const auto world_size = static_cast<std::size_t>(world_size_);
+  if (bases_ == nullptr)
+    bases_ = std::make_unique<DeviceMemory>(group_.device(), kMaxRows * world_size * sizeof base);
+  const MappedHostMemory& words = group_.words_for_copies();
+  std::memcpy(words.host(), &base, sizeof base);
+  copy_and_wait(bases_->data() + (row * world_size + static_cast<std::size_t>(rank)) * sizeof base,
+                words.device(), sizeof base, "tell kernels of shared memory");
 }
 
 std::size_t PeerAllocations::find(std::uint64_t id) const {
@@ -96,7 +140,7 @@ void PeerAllocations::announce(const std::byte* data) {
       mine.process = group_.place(rank_).process;
       mine.id = allocation.id;
       mine.base = allocation.base;
-      write_base_(row, rank_, reinterpret_cast<std::byte*>(allocation.base));
+      write_base(row, rank_, reinterpret_cast<std::byte*>(allocation.base));
       if (own_.size() <= row) own_.resize(row + 1);
       own_[row] = {.id = allocation.id, .base = allocation.base};
       publish(row);
@@ -104,7 +148,6 @@ void PeerAllocations::announce(const std::byte* data) {
     } catch (const Error&) {  // the buffer is staged
     }
   num_failures_ = is_announced ? 0 : num_failures_ + 1;
-  refuse_by(is_announced);
 }
 
 // kMaxRows if there is none.
@@ -132,15 +175,6 @@ void PeerAllocations::publish(std::size_t row) {
   mine.first_call = 0;
   ++mine.version;
   ++group_.words().num_announced;
-}
-
-// If one rank stages its buffers all do: otherwise every call begins again with staging. By a state
-// that outlasts a buffer, because a program uses buffers of both kinds in turn.
-void PeerAllocations::refuse_by(bool can_lend) {
-  num_good_ = can_lend ? std::min(num_good_ + 1, kGoodBuffers) : 0;
-  if (is_refusing_ == (num_good_ < kGoodBuffers)) return;
-  is_refusing_ = !is_refusing_;
-  group_.words().num_refusing += is_refusing_ ? 1 : -1;
 }
 
 // ---- those of its peers
@@ -211,7 +245,7 @@ void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call) {
     } else if (place.device == own.device) {
       base = reinterpret_cast<std::byte*>(source.allocation.base);
     }  // or else threads would need the peer access of two contexts
-    if (base != nullptr) write_base_(row, rank, base);
+    if (base != nullptr) write_base(row, rank, base);
   } catch (const Error&) {  // such as of memory that has been freed meanwhile
     base = nullptr;
   }

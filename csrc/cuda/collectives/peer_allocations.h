@@ -3,13 +3,13 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/events.h"
+#include "cuda/collectives/launch_plan.h"
 #include "cuda/driver/device_memory.h"
 
 namespace ringcomm::cuda {
@@ -18,25 +18,23 @@ namespace ringcomm::cuda {
 /// which peers access the buffers of collectives directly: announced in the group's host memory by
 /// the call after the first that uses one, mapped by the peers' next calls, then lent, and retired
 /// when the driver's number of the allocation has changed (docs/design/gpu.md, "Buffers in place").
+/// What cannot be mapped is staged.
 ///
-/// place_of(), has_news() and follow() by one thread at a time.
+/// find_buffers(), map_now(), has_news() and follow() by one thread at a time.
 class PeerAllocations {
  public:
   static constexpr std::size_t kMaxRows = GroupWords::kMaxAllocations;
-  /// Tells kernels where a rank's allocation is. Throws Error.
-  using WriteBase = std::function<void(std::size_t row, int rank, std::byte* base)>;
 
-  struct Place {
-    std::size_t row;
-    std::uint64_t offset;
-    bool is_lent;  ///< otherwise staged, as peers have yet to map it or it cannot be mapped
-  };
-
-  PeerAllocations(const RecordExchange& exchange, DeviceGroup& group, WriteBase write_base);
+  PeerAllocations(RecordExchange& exchange, DeviceGroup& group);
   ~PeerAllocations();
 
-  /// Of a buffer of this rank, for a call that is about to be launched.
-  Place place_of(const std::byte* data, std::size_t num_bytes, std::uint64_t call);
+  /// Tells the kernel of a planned call, which is about to be launched, which of its buffers peers
+  /// can use where they are. `number`: of the call among the group's.
+  void find_buffers(const Collective& call, const LaunchPlan& plan, std::uint64_t number,
+                    KernelCall& kernel_call);
+  /// Collective: maps a buffer of each rank before its first call. Returns whether all ranks can
+  /// use those of all. Throws Error if a rank does not arrive.
+  bool map_now(const std::byte* data, std::size_t num_bytes, std::uint64_t number);
   bool has_news();
   /// Unmaps what peers have retired, if it may, which waits for the kernels of this process. Maps
   /// what they have announced, and announces what this rank's last calls used.
@@ -60,6 +58,8 @@ class PeerAllocations {
     std::shared_ptr<PeerMappings::Mapping> mapping = nullptr;  // null in the owner's own process
   };
 
+  std::uint64_t place_of(const std::byte* data, std::size_t num_bytes, std::uint64_t number);
+  void write_base(std::size_t row, int rank, std::byte* base);
   GroupWords::OfAllocation& row_of(int rank, std::size_t row) const {
     return group_.words().allocations[rank][row];
   }
@@ -70,7 +70,6 @@ class PeerAllocations {
   void retire_if_freed(std::size_t row);
   void publish(std::size_t row);
   bool is_known_to_all(std::size_t row) const;
-  void refuse_by(bool can_lend);
 
   template <class Body>
   void for_news(bool exists, const Body& body);
@@ -79,14 +78,16 @@ class PeerAllocations {
   void map(int rank, std::size_t row, std::uint64_t call);
   bool release();
 
+  RecordExchange& exchange_;
   DeviceGroup& group_;
   int rank_;
   int world_size_;
-  WriteBase write_base_;
   PeerMappings& mappings_;
   RunningKernels& running_;
 
-  std::mutex mutex_;      // guards what follows
+  std::mutex mutex_;  // guards what follows
+  /// Where kernels find each rank's allocation of each row.
+  std::unique_ptr<DeviceMemory> bases_;
   std::vector<Own> own_;  // by row
   std::vector<std::vector<Theirs>> theirs_;
   std::vector<const std::byte*> wanted_;  // buffers in no row
@@ -96,8 +97,6 @@ class PeerAllocations {
   int num_failed_ = 0;                    // rows of peers that could not be mapped
   std::uint64_t num_waits_ = 0;           // for the next attempt
   std::uint64_t num_looks_ = 0;           // at rows of this rank by calls, in turn
-  std::uint64_t num_good_;                // buffers in a row that can be lent
-  bool is_refusing_ = false;
   // Of the watchdog:
   std::uint64_t num_looks_seen_ = 0;
   int num_idle_ = 0;

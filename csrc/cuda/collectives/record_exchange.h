@@ -98,8 +98,8 @@ inline void agree(RecordExchange& exchange, const RecordText<256>& problem) {
 /// Words of the hosts of a group's ranks, in memory that all have mapped, zeroed at first.
 struct GroupWords {
   static constexpr std::uint64_t kNumLaunches = 64;
-  static constexpr std::size_t kMaxSegments = 256;
-  static constexpr std::size_t kMaxAllocations = 128;  ///< of a rank
+  /// Of a rank. Only the pages of those that exist are in memory.
+  static constexpr std::size_t kMaxAllocations = 4096;
 
   struct Launch {                                 ///< of DeviceWatch
     std::atomic<std::uint64_t> number_and_state;  ///< 2 * (number + 1), odd while it is written
@@ -113,10 +113,6 @@ struct GroupWords {
     std::uint64_t turn_values[2];
     alignas(kLineBytes) Launch launches[kNumLaunches];
   };
-  struct OfSegment {                       ///< of LentMemory
-    std::atomic<std::uint32_t> num_gone;   ///< ranks whose tensor is destroyed
-    std::atomic<std::uint32_t> num_users;  ///< ranks that have it mapped; 0: the row is free
-  };
   struct OfAllocation {                        ///< of PeerAllocations, written by its owner
     std::atomic<std::uint64_t> version;        ///< odd while there is one
     std::atomic<std::uint32_t> num_following;  ///< peers that know this version
@@ -128,9 +124,7 @@ struct GroupWords {
   OfRank ranks[kMaxRanks];
   std::atomic<std::uint32_t> has_captured;  ///< whether any rank has captured a call
   std::atomic<std::uint32_t> pair_places[kMaxRanks][kMaxRanks];  ///< of DeviceGroup
-  OfSegment segments[kMaxSegments];
   alignas(kLineBytes) std::atomic<std::uint64_t> num_announced;  ///< versions of all allocations
-  std::atomic<std::uint32_t> num_refusing;                       ///< ranks that stage their buffers
   OfAllocation allocations[kMaxRanks][kMaxAllocations];
 };
 

@@ -67,6 +67,13 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     calls_.exchange(messages);
   }
 
+  bool map(const void*, std::size_t) override {
+    C10_THROW_ERROR(
+        NotImplementedError,
+        "ringcomm: ranks that reach each other by " + description_ +
+            " share no memory; use torch.empty instead: calls on it are sent as messages");
+  }
+
   std::vector<Outcome> take_outcomes() override { return calls_.take_outcomes(); }
 
   // A rank reports that it fails before it aborts: its streams may still send incomplete data.

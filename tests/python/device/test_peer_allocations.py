@@ -4,6 +4,9 @@ allocations that the tensors are in; among them those of FSDP2 and DDP.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,11 @@ import torch.distributed as dist
 from cases import covering, name_of
 from emulated_gpu import driver_calls, in_emulated_ranks, run_on_gpus, with_kernels
 from gpu_ranks import meet
-from test_lent_memory import few_calls, used_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import ringcomm
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 pytestmark = emulated_gpu.needs_emulated_gpu
@@ -53,6 +56,22 @@ def bytes_read_of_peers(*mine: Tensor) -> int:
         elif field == "Rss:" and is_peers:
             num_bytes += 1024 * int(values[0])
     return num_bytes
+
+
+def used_bytes() -> int:
+    """Of this process on the device."""
+    driver = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"])
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    assert driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+    return total.value - free.value
+
+
+def few_calls() -> None:
+    """In which ranks find out what all have dropped, unmap it, and free their own."""
+    for _ in range(4):
+        dist.all_reduce(torch.ones(10, device=GPU))
+        emugpu.synchronize()
+        dist.all_reduce(torch.ones(1))  # of the host: nobody goes on before all are here
 
 
 def num_mapped() -> int:
@@ -171,7 +190,7 @@ def test_freed_before_it_is_mapped(rank: int) -> None:
 
 @in_two
 def test_many(rank: int) -> None:
-    """More allocations than a rank may announce."""
+    """Allocations of one rank."""
     tensors = [torch.empty(1 << 19, dtype=torch.int32, device=GPU) for _ in range(140)]
     for turn in range(3):
         for tensor in tensors:
@@ -179,7 +198,7 @@ def test_many(rank: int) -> None:
             dist.all_reduce(tensor)
         for tensor in tensors[::23]:
             assert tensor[:: 1 << 16].unique().tolist() == [1 + 2 * turn]
-    assert num_mapped() == 128
+    assert num_mapped() == len(tensors)
 
 
 @in_two
@@ -288,6 +307,74 @@ def test_ordinary_tensors_are_used_in_place(check: Callable[[int], None], num_de
 def test_one_rank_that_cannot_hand_out_its_memory() -> None:
     without = with_kernels() | {"RINGCOMM_EMULATOR_IPC": "0"}
     run_on_gpus(2, check_staged, env=[with_kernels(), without], fresh=True)
+
+
+# ---- ringcomm.empty_shared
+
+
+def shared_tensor() -> Tensor:
+    return ringcomm.empty_shared(NUM_ELEMS, dtype=torch.int32, device=GPU)
+
+
+@in_two
+def test_a_shared_tensor_is_used_in_place_by_its_first_call(rank: int) -> None:
+    """It is memory of torch's, which goes where that goes; an empty one is nothing to map."""
+    ringcomm.empty_shared(0, device=GPU)
+    assert num_mapped() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = shared_tensor()
+    assert num_mapped() == 1
+    assert bytes_read_of_peers(tensor) == 0
+    check_sum(tensor)
+    assert bytes_read_of_peers(tensor) > 0
+    other = shared_tensor()  # of the same allocation again, when the first is gone
+    del tensor, other
+    emugpu.empty_cache()
+    assert ringcomm.release(20)
+    meet()
+    assert num_mapped() == 0
+
+
+@in_two
+def test_a_graph_uses_a_shared_tensor_in_place_from_its_first_call(rank: int) -> None:
+    tensor = shared_tensor().fill_(rank + 1)
+    emugpu.synchronize()
+    graph = emugpu.CUDAGraph()
+    with emugpu.graph(graph):
+        dist.all_reduce(tensor)
+    graph.replay()
+    assert tensor.unique().tolist() == [3]
+    assert bytes_read_of_peers(tensor) > 0
+
+
+def check_shared_but_staged(rank: int) -> None:
+    with pytest.warns(UserWarning, match=r"empty_shared: .* are staged"):
+        tensor = shared_tensor()
+    check_sum(tensor)
+    assert bytes_read_of_peers(tensor) == 0
+
+
+def test_a_shared_tensor_that_cannot_be_mapped_says_so() -> None:
+    """Of one rank, on all."""
+    without = with_kernels() | {"RINGCOMM_EMULATOR_IPC": "0"}
+    run_on_gpus(2, check_shared_but_staged, env=[with_kernels(), without], fresh=True)
+
+
+def check_one_rank_out_of_memory(rank: int) -> None:
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="cannot allocate memory for a tensor"):
+            ringcomm.empty_shared(2 * MEMORY, dtype=torch.uint8, device=GPU)
+    else:
+        with pytest.warns(UserWarning, match="are staged"):
+            ringcomm.empty_shared(MEMORY // 8, dtype=torch.uint8, device=GPU)
+    few_calls()
+
+
+def test_one_rank_without_memory_for_a_shared_tensor() -> None:
+    """The others do not wait for it."""
+    env = with_kernels() | {"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}
+    run_on_gpus(2, check_one_rank_out_of_memory, env=env, fresh=True)
 
 
 # ---- FSDP2 and DDP, whose buffers are ordinary memory
