@@ -309,7 +309,7 @@ def checkpoint_record(tokens: int, seconds: float) -> Record:
 
     def move() -> None:
         for _ in range(LAYERS):
-            x.detach().copy_(host_copy(x.detach().view(-1)).view_as(x))
+            x.detach().copy_(host_copy(x.detach().view(-1))[0].view_as(x))
 
     def gradients(call: Callable[[], None]) -> list[Any]:
         model.zero_grad()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ringcomm.backward_pass import current_pass
 from ringcomm.optim.slot import Slot
-from ringcomm.parallel.flat_collectives import takes_uneven
-from ringcomm.parallel.gradient_placeholder import check_same_gradients, largest_of, progress
+from ringcomm.parallel.flat_collectives import largest_of, takes_uneven
+from ringcomm.parallel.gradient_placeholder import check_same_gradients, progress
 from ringcomm.torch_names import devices_of
 
 
@@ -89,7 +89,7 @@ class Replicas:
             if not slot.param.requires_grad:  # frozen on this rank, which may need it until the end
                 positions[slot.index] = len(slots)
         facts = [*has, *positions, 2 if fails else int(arrived is not None)]
-        found = largest_of(facts, (self._group,), slots[0].local.device)
+        found = largest_of(facts, (self._group,))
         self.was_told = found[-1] > 1 and not fails
         if self.was_told:
             raise RuntimeError("step() has raised on another rank of the group: see its error")
@@ -178,7 +178,6 @@ class SameWeights:
         check_same_gradients(
             mine,
             self._slots[0].peers,
-            self._slots[0].local.device,
             system="fully_shard",
             alternative="train replicas with group=",
         )

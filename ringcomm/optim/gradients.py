@@ -66,7 +66,7 @@ class LinearGradient(Gradient):
         x, grad_out = self.x, self.grad_out.t()
         if dtype is None or dtype == x.dtype:
             return (grad_out @ x).to(self._dtype if dtype is None else dtype)
-        if x.is_cuda:
+        if x.is_cuda:  # torch has it for CUDA alone
             return torch.mm(grad_out, x, out_dtype=dtype)
         return grad_out.to(dtype) @ x.to(dtype)
 
@@ -154,7 +154,8 @@ class StepFacts:
     """Facts needed before a step is made, summed over gradients as they arrive."""
 
     def __init__(self) -> None:
-        self._sums: dict[Sharding, Tensor] = {}  # (squares, gradients that are not finite), float64
+        # (squares, gradients that are not finite, sums that were wrong), float64
+        self._sums: dict[Sharding, Tensor] = {}
         self._grams: list[tuple[Sharding, LinearGradient, Tensor]] = []
 
     def add(
@@ -170,35 +171,42 @@ class StepFacts:
             self._grams.append((sharding, gradient, gradient.gram_sums()))
         elif with_norm:
             square = gradient.square_sum()
-        sums = torch.stack([square, not_finite])
+        sums = torch.stack([square, not_finite, torch.zeros_like(square)])
         self._sums[sharding] = self._sums[sharding] + sums if sharding in self._sums else sums
         if not is_kept:
-            self._add_grams()
+            self._add_grams(is_exact=True)
+            self._grams = []
 
-    def _add_grams(self) -> None:
-        """Adds squares by the Gram identity, or those of the product where tokens cancel."""
-        if not self._grams:
-            return
-        device = self._grams[0][2].device
-        found = torch.stack([sums.to(device) for *_, sums in self._grams]).tolist()
+    def _add_grams(self, *, is_exact: bool) -> None:
+        """Adds squares by the Gram identity, and notes those that are wrong, where tokens cancel.
+
+        `is_exact`: adds the square of the product there, and waits for the device.
+        """
         # With less than fp32 in products, as with TF32, cancelling tokens are more often noise.
         least = 1e-4 if torch.get_float32_matmul_precision() == "highest" else 0.1
-        squares: dict[Sharding, float] = {}
-        for (sharding, gradient, _), (square, norms) in zip(self._grams, found, strict=True):
+        for sharding, gradient, (square, norms) in self._grams:
             is_right = square >= least * norms**2  # not if one is NaN
-            # In float64: a product in fp32 would be noise where tokens cancel.
-            found_square = square if is_right else float(gradient.square_sum(torch.float64))
-            squares[sharding] = squares.get(sharding, 0.0) + found_square
-        for sharding, square in squares.items():
-            self._sums[sharding][0] += square
-        self._grams = []
+            own = self._sums[sharding]
+            if not is_exact:
+                own[0] += square
+                own[2] += ~is_right
+            else:  # in float64: a product in fp32 would be noise where tokens cancel
+                own[0] += square if is_right else gradient.square_sum(torch.float64)
 
     def finish(self, axes: Axes, device: torch.device) -> tuple[float, bool]:
-        """The norm of all gradients, and whether they are finite. Collective over the axes."""
-        self._add_grams()
-        zeros = torch.zeros(2, dtype=torch.float64, device=device)
-        own = {sharding: sums.to(device) for sharding, sums in self._sums.items()}
-        square, num_not_finite = over_all_ranks(axes, own, zeros, 2).tolist()
+        """The norm of all gradients, and whether they are finite. Collective over the axes.
+
+        Waits for the device once, and again if tokens cancel on any rank.
+        """
+        without_grams = {sharding: sums.clone() for sharding, sums in self._sums.items()}
+        zeros = torch.zeros(3, dtype=torch.float64, device=device)
+        for is_exact in (False, True):
+            self._add_grams(is_exact=is_exact)
+            own = {sharding: sums.to(device) for sharding, sums in self._sums.items()}
+            square, num_not_finite, num_wrong = over_all_ranks(axes, own, zeros, 3).tolist()
+            if num_wrong == 0:
+                break
+            self._sums = without_grams
         return float(square) ** 0.5, num_not_finite == 0
 
 

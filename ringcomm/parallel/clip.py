@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ringcomm.parallel.flat_collectives import device_of, local_of
+from ringcomm.parallel.flat_collectives import local_of, sent_by
 from ringcomm.parallel.model.cut import Axes, Sharding
 from ringcomm.parallel.model.describe import describe
 from ringcomm.torch_names import all_gather_single, foreach_mul_, foreach_norm
@@ -166,7 +166,7 @@ def _joined(rows: list[Tensor], num_sums: int) -> Tensor:
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' tensors, (ranks, *shape). Not all_reduce: its order may differ between groups."""
-    sent = mine.to(device_of(group)).contiguous()
+    sent = sent_by(group, mine).contiguous()
     rows = sent.new_empty(group.size(), *mine.shape)
     all_gather_single(rows.view(-1), sent.view(-1), group=group)
     return rows.to(mine.device)

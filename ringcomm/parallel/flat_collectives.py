@@ -1,6 +1,6 @@
 """Collectives over one flat buffer in uneven shards, for any backend."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,15 @@ def takes_uneven(group: dist.ProcessGroup, device: torch.device) -> bool:
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """The device for a group's collectives: the CPU if they support it."""
     devices, cpu = torch_names.devices_of(group), torch.device("cpu")
-    return cpu if cpu in devices else torch.device(devices[0].type, torch.cuda.current_device())
+    if cpu in devices:
+        return cpu
+    return torch.device(devices[0].type, torch.accelerator.current_device_index())
+
+
+def sent_by(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    """The tensor where the group's collectives take it: on its own device if they can."""
+    kinds = [device.type for device in torch_names.devices_of(group)]
+    return tensor if tensor.device.type in kinds else tensor.to(device_of(group))
 
 
 def local_of(tensor: Any) -> Tensor:
@@ -45,7 +53,9 @@ def with_own_storage(part: Tensor) -> Tensor:
 def take_written(master: Tensor, half: Tensor) -> None:
     """Updates a master after 16-bit weights were modified, as by a loaded state_dict."""
     is_written = half != master.to(half.dtype)
-    if is_written.any():
+    if master.device.type != "cpu":  # without a wait for the device
+        torch.where(is_written, half.float(), master, out=master)
+    elif is_written.any():
         master[is_written] = half[is_written].float()
 
 
@@ -130,12 +140,27 @@ def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
     given = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     if not given or group.size() == 1:
         return
-    kinds = [device.type for device in torch_names.devices_of(group)]
-    sent = [x if x.device.type in kinds else x.to(device_of(group)) for x in given]
+    sent = [sent_by(group, tensor) for tensor in given]
     torch_names.broadcast_coalesced_(group, sent, torch_names.BUCKET_BYTES, 0)
     for own, value in zip(given, sent, strict=True):
         if value.device != own.device:
             own.copy_(value)
+
+
+def largest_of(
+    values: Sequence[int], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype = torch.int32
+) -> list[int]:
+    """The elementwise maximum over all ranks of a mesh with these groups. Collective.
+
+    By the host where the groups can, so that it does not wait for a device.
+    """
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
+    if isinstance(tensor, torch_names.FakeTensor):
+        return [*values]
+    for group in groups:
+        tensor = tensor.to(device_of(group))
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    return tensor.tolist()
 
 
 def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ringcomm.torch_names import FakeTensor, make_wrapper, no_torch_function, to_copy, tree_leaves
+from ringcomm.parallel.flat_collectives import largest_of
+from ringcomm.torch_names import make_wrapper, no_torch_function, to_copy, tree_leaves
 
 _aten: Any = torch.ops.aten
 _NO_VALUES = (
@@ -171,21 +172,6 @@ def remove_hooks(handles: list[Any]) -> None:
         handle.remove()
 
 
-def largest_of(
-    values: list[int],
-    groups: Sequence[dist.ProcessGroup],
-    device: torch.device,
-    dtype: torch.dtype = torch.int32,
-) -> list[int]:
-    """The elementwise maximum over all ranks of a mesh with these groups. Collective."""
-    tensor = torch.tensor(values, dtype=dtype, device=device)
-    if isinstance(tensor, FakeTensor):
-        return values
-    for group in groups:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
-    return tensor.tolist()
-
-
 def progress(num_before: int, *, is_coming: bool, is_by_hand: bool) -> int:
     """The progress of a weight, for check_same_gradients().
 
@@ -197,7 +183,6 @@ def progress(num_before: int, *, is_coming: bool, is_by_hand: bool) -> int:
 def check_same_gradients(
     mine: Mapping[str, int],
     groups: Sequence[dist.ProcessGroup],
-    device: torch.device,
     *,
     system: str,
     alternative: str,
@@ -207,7 +192,7 @@ def check_same_gradients(
     The message says that `system` cannot reduce such gradients, and names the `alternative`.
     Collective over each of the groups, which are those of a mesh.
     """
-    found = largest_of([*mine.values(), *(-value for value in mine.values())], groups, device)
+    found = largest_of([*mine.values(), *(-value for value in mine.values())], groups)
     for name, most, least in zip(mine, found[: len(mine)], found[len(mine) :], strict=True):
         if most != -least:
             raise RuntimeError(

@@ -51,7 +51,9 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device, except tensors on the meta device."""
-        return tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(device), self)
+        is_async = device.type != "cpu"  # from pinned memory without a wait
+        move = lambda x: x if x.is_meta else x.to(device, non_blocking=is_async)  # noqa: E731
+        return tree_map_only(Tensor, move, self)
 
     def chunk(self, num: int) -> "list[Batch]":
         """Equal parts of the rows."""

@@ -102,6 +102,7 @@ class Parallelized:
         if self.pipeline is not None:
             step = partial(self.pipeline.step, loss_scale=scale)
             run = self.pipeline.evaluate if scale is None else step
+            self.pipeline.known_labels = self._counts
             named = {"kwargs": batch.kwargs, "num_items": num_items}
             loss: Tensor = run(batch.args, batch.targets, **named)
             return loss

@@ -28,6 +28,7 @@ class Kept:
         flat: the elements, of one dimension; a view of the tensor until they are kept elsewhere.
         shape, stride, device: the tensor's.
         is_shard: whether `flat` is this rank's shard.
+        is_there: the event after which `flat` has them; None if it has.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -39,6 +40,7 @@ class Kept:
         self.shape, self.stride, self.device = tensor.shape, tensor.stride(), tensor.device
         self.flat = tensor.as_strided([tensor.numel()], [1])
         self.is_shard = False
+        self.is_there: torch.Event | None = None
 
     def viewed(self, flat: Tensor) -> Tensor:
         """Elements of one dimension with the tensor's shape and strides."""
@@ -170,12 +172,13 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
     recursively.
 
     Args:
-        block_bytes: the size of the block that is allocated now, and of each block that is added
-            when all are full. A saved tensor occupies a multiple of 64 bytes.
-        device: None for torch.get_default_device().
+        block_bytes: the size of the first block, and of each block that is added when all are full.
+            A saved tensor occupies a multiple of 64 bytes.
+        device: of the tensors that are copied, where the first block is allocated at once; None for
+            that of the first tensor that is saved, and then.
 
     Attributes:
-        device: the device of the tensors that are copied.
+        device: the device of the tensors that are copied; None before there is one.
 
     Raises:
         ValueError: block_bytes is not positive.
@@ -191,8 +194,10 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
             raise ValueError(f"block_bytes must be 1 or more, got {block_bytes}")
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
-        self._blocks = [_Block(block_bytes, device or torch.get_default_device())]
-        self.device = self._blocks[0].memory.device
+        self.device = None if device is None else torch.device(device)
+        self._blocks = [] if device is None else [_Block(block_bytes, device)]
+        if device is not None:
+            self.device = self._blocks[0].memory.device  # with its index
 
     @property
     def num_blocks(self) -> int:
@@ -211,18 +216,21 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
         return sum(end - begin for begin, end, owner in parts if owner() is not None)
 
     def _takes(self, tensor: Tensor) -> bool:
-        return is_plain(tensor) and tensor.device == self.device
+        return is_plain(tensor) and self.device in (None, tensor.device)
 
     def _keep(self, kept: Kept) -> None:
         """A full arena grows by a block and warns the first time."""
         flat = kept.flat
         num_bytes = max(1, -(-flat.nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         with self._lock:
+            if not self._blocks:
+                self.device = flat.device
+                self._blocks = [_Block(self._block_bytes, self.device)]
             places = (block.take(num_bytes, kept) for block in self._blocks)
             place = next((place for place in places if place is not None), None)
             if place is None:
                 before = self.reserved_bytes
-                self._blocks.append(_Block(max(self._block_bytes, num_bytes), self.device))
+                self._blocks.append(_Block(max(self._block_bytes, num_bytes), flat.device))
                 place = self._blocks[-1].take(num_bytes, kept)
                 if len(self._blocks) == 2:
                     _log.warning(

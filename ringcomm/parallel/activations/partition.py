@@ -3,6 +3,7 @@
 import logging
 import zlib
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -16,8 +17,9 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.activations.arena import Kept, SavedTensors, is_plain
 from ringcomm.parallel.activations.arena import arena as Arena  # also an argument
-from ringcomm.parallel.flat_collectives import all_gather_shards, gather_ints
+from ringcomm.parallel.flat_collectives import all_gather_shards
 from ringcomm.parallel.offload.transfers import empty_row
+from ringcomm.torch_names import all_gather_single
 
 _log = logging.getLogger("ringcomm")
 
@@ -46,9 +48,9 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         offload: "cpu" keeps the shards in host memory (pinned if the device is a GPU), also with a
             single rank, whose shard is the whole tensor.
         min_elems: smaller tensors are not sharded.
-        check: compare a digest of each tensor between the ranks when it is saved: 8 bytes from each
-            rank, for which the host waits. Without the check, tensors that differ are mixed
-            silently.
+        check: compare a digest of each tensor between the ranks at the end of the context: 8 bytes
+            from each rank, for all of them at once, for which the host waits. Without the check,
+            tensors that differ are mixed silently.
         arena: memory for the shards that are kept on its device; enter only this context then, not
             the arena.
 
@@ -56,15 +58,15 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         num_saved: tensors that were partitioned.
 
     Raises:
-        ValueError: an option is out of range; or, on all ranks, a saved tensor differs between the
-            ranks.
+        ValueError: an option is out of range; or, at the end of the context on all ranks, a saved
+            tensor differs between the ranks.
         RingcommError: in the backward pass, ranks gather different tensors because they ran
             different layers.
         RuntimeError: from torch: a saved tensor was modified in place before its backward pass.
 
-    Collective with `check`, and in the backward pass, in autograd's order, which is the same on all
-    ranks if the forward passes were. A dropped graph gathers nothing. The inputs of a checkpoint
-    with use_reentrant=True are sharded too, if one of them requires grad.
+    Collective at its end with `check`, and in the backward pass, in autograd's order, which is the
+    same on all ranks if the forward passes were. A dropped graph gathers nothing. The inputs of a
+    checkpoint with use_reentrant=True are sharded too, if one of them requires grad.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         self._group, self._min_elems, self._arena = resolve_group(group, mesh), min_elems, arena
         self._goes_to_host = offload is not None
         self._checks = check and self._group.size() > 1
+        self._unchecked: list[tuple[Tensor, torch.Size]] = []  # digests and shapes
 
     @property
     def saved_bytes(self) -> int:
@@ -107,23 +110,38 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
             and (self._group.size() > 1 or self._goes_to_host)
         )
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        unchecked, self._unchecked = self._unchecked, self._unchecked if self._entered else []
+        if unchecked and not self._entered and error[0] is None:
+            self._check(unchecked)
+
+    def _check(self, unchecked: list[tuple[Tensor, torch.Size]]) -> None:
+        """Compares what was saved. Collective."""
+        mine = torch.cat([digest for digest, _ in unchecked])
+        rows = mine.new_empty(self._group.size(), mine.numel())
+        all_gather_single(rows.view(-1), mine, group=self._group)
+        found = rows.tolist()
+        for rank, digests in enumerate(found):
+            for (_, shape), digest, first in zip(unchecked, digests, found[0], strict=True):
+                if digest == first:
+                    continue
+                raise ValueError(
+                    "partition() shards saved tensors that are equal on all ranks, but one of shape"
+                    f" {tuple(shape)} differs between rank 0 and rank {rank}. Tensors differ"
+                    " inside tensor-parallel layers and under sequence or data parallelism: put"
+                    " torch.utils.checkpoint.checkpoint() around each block whose input is the same"
+                    " on all ranks, or enter partition() for fewer layers"
+                )
+
     def _keep(self, kept: Kept) -> None:
-        """Collective with `check`."""
-        found = gather_ints(_digest(kept), self._group) if self._checks else []
-        other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
-        if other is not None:
-            raise ValueError(
-                "partition() shards saved tensors that are equal on all ranks, but one of shape"
-                f" {tuple(kept.shape)} differs between rank 0 and rank {other}. Tensors differ"
-                " inside tensor-parallel layers and under sequence or data parallelism: put"
-                " torch.utils.checkpoint.checkpoint() around each block whose input is the same"
-                " on all ranks, or enter partition() for fewer layers"
-            )
+        if self._checks:
+            self._unchecked.append((_digest(kept), kept.shape))
         begin, end = shard_range(kept.flat.numel(), self._group.size(), self._group.rank())
         kept.flat, kept.is_shard = kept.flat[begin:end], True
         if self._goes_to_host:
-            kept.flat = host_copy(kept.flat)
-        elif self._arena is not None and self._arena.device == kept.device:
+            kept.flat, kept.is_there = host_copy(kept.flat)
+        elif self._arena is not None and self._arena.device in (None, kept.device):
             self._arena._keep(kept)
         else:
             kept.flat = kept.flat.clone()
@@ -132,10 +150,12 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
 
     def _restore(self, kept: Kept) -> Tensor:
         """Collective."""
+        if kept.is_there is not None:
+            torch.accelerator.current_stream(kept.device).wait_event(kept.is_there)
         num_elems = kept.shape.numel()
         flat = torch.empty(num_elems, dtype=kept.flat.dtype, device=kept.device)
         begin, end = shard_range(num_elems, self._group.size(), self._group.rank())
-        flat[begin:end].copy_(kept.flat)
+        flat[begin:end].copy_(kept.flat, non_blocking=True)
         all_gather_shards(flat, self._group)
         return kept.viewed(flat)
 
@@ -152,18 +172,27 @@ def _digest(kept: Kept) -> Tensor:
     return digest
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, outside torch's allocator for the tensor's device.
+@cache
+def _stream_of_copies(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
 
-    It is pinned if the device is a GPU, so that copies may overlap kernels. For a one-dimensional
-    CPU tensor it is a separate memory mapping, which is unmapped with the last reference.
+
+def host_copy(tensor: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """A copy in host memory, outside torch's allocator for the tensor's device, and its event.
+
+    For an accelerator it is pinned and made by a stream of its own, beside later kernels, and the
+    event is its end. For a one-dimensional CPU tensor it is a separate memory mapping, which is
+    unmapped with the last reference.
     """
-    if tensor.is_cuda:
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    if tensor.device.type == "cpu":
+        return empty_row(tensor.numel(), tensor.dtype).copy_(tensor), None
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    stream = _stream_of_copies(tensor.device)
+    stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+    with stream:
         copy.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
-        return copy
-    return empty_row(tensor.numel(), tensor.dtype).copy_(tensor)
+    tensor.record_stream(stream)
+    return copy, stream.record_event()
 
 
 class auto(partition):  # noqa: N801
@@ -182,9 +211,10 @@ class auto(partition):  # noqa: N801
 
     Args:
         limit_bytes: the memory for checkpoints on a device; the smallest value of all ranks is
-            used. None on CUDA means the memory that is free now: make model and optimizer before.
-            Subtract the other memory that a backward pass needs.
-        device: the device of the activations; None for torch.get_default_device().
+            used. None on an accelerator means the memory that is free now: make model and optimizer
+            before. Subtract the other memory that a backward pass needs.
+        device: the device of the activations; None for the current accelerator, or the CPU where
+            there is none.
         group, mesh, min_elems, arena: as partition()'s.
 
     Attributes:
@@ -195,7 +225,7 @@ class auto(partition):  # noqa: N801
 
     Raises:
         ValueError: an argument is out of range, on this or another rank; limit_bytes is None on a
-            CPU.
+            CPU; or, in the forward pass, activations are on another device.
 
     Collective: an all_reduce of 8 bytes, another one after the first forward pass, and the
     collectives of partition(). All ranks make the same choice.
@@ -212,11 +242,12 @@ class auto(partition):  # noqa: N801
         arena: Arena | None = None,
     ) -> None:
         super().__init__(group, mesh=mesh, offload="cpu", min_elems=min_elems, arena=arena)
-        self._device = torch.device(device or torch.get_default_device())
-        if limit_bytes is None and self._device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self._device)
-            reserved_bytes = torch.cuda.memory_reserved(self._device)
-            limit_bytes = free_bytes + reserved_bytes - torch.cuda.memory_allocated(self._device)
+        self._device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        if limit_bytes is None and self._device.type != "cpu":
+            free_bytes, _ = torch.accelerator.get_memory_info(self._device)
+            reserved_bytes = torch.accelerator.memory_reserved(self._device)
+            limit_bytes = free_bytes + reserved_bytes
+            limit_bytes -= torch.accelerator.memory_allocated(self._device)
         # A rank without a limit reports this to the others, so they do not wait for it.
         mine = 1 if limit_bytes is None or limit_bytes < 0 else -limit_bytes
         self.limit_bytes = -self._highest(mine)
@@ -261,6 +292,11 @@ class auto(partition):  # noqa: N801
             )
 
     def _keep(self, kept: Kept) -> None:
+        if kept.device.type != self._device.type:
+            raise ValueError(
+                f"activations.auto() has the memory of {self._device.type} as its limit, and got a"
+                f" tensor on {kept.device}: pass device={kept.device.type!r}"
+            )
         if self.choice is None:
             # The choice depends only on sizes and their order, so it is the same on all ranks.
             self.whole_bytes += kept.flat.nbytes

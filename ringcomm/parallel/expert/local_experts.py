@@ -26,6 +26,7 @@ from ringcomm.parallel.expert.dispatch import (
     rows_of_tokens,
     sums_of_rows,
 )
+from ringcomm.parallel.flat_collectives import largest_of
 from ringcomm.parallel.model.cut import find_trainer
 from ringcomm.parallel.model.saving import refuse_part
 from ringcomm.parallel.tensor.splits import PartModule
@@ -321,11 +322,9 @@ def _average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     trained = [param for param in params if param.requires_grad]
     if not trained:
         return
-    has = [param.grad is not None for param in trained]
-    has_grad = torch.tensor(has, dtype=torch.uint8, device=trained[0].device)
-    dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group)
+    has_grad = largest_of([param.grad is not None for param in trained], [group], torch.uint8)
     grads = []
-    for param, is_there in zip(trained, has_grad.tolist(), strict=True):
+    for param, is_there in zip(trained, has_grad, strict=True):
         if is_there:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)

@@ -17,6 +17,13 @@ from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
 
 
+def forked_generators(device: torch.device) -> Any:
+    """torch.random.fork_rng() of the CPU and of this device."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
 def _has_forward(module: nn.Module) -> bool:
     """Whether the module can be called; containers such as ModuleList cannot."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
@@ -159,7 +166,7 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
             # Ranks with one seed have different experts.
             seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
             for number, expert in module.items():
-                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                with forked_generators(device):
                     torch.manual_seed(seed + int(number))
                     materialize(expert, params, device)
         own = dict(module.named_parameters(recurse=False))

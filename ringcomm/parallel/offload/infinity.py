@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from ringcomm.backward_pass import BackwardPass, current_pass, will_run
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
-from ringcomm.parallel.flat_collectives import takes_uneven
+from ringcomm.parallel.flat_collectives import largest_of, takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
     GradientHooks,
     check_same_gradients,
-    largest_of,
     progress,
 )
 from ringcomm.parallel.model.cut import note_trainer
@@ -48,7 +47,7 @@ class _StoredSteps(InnerSteps):
         rounds = [*zip_longest(*(owners.rounds(grads) for owners in self.owners.values()))]
         num_rounds = len(rounds)
         if self.has_experts:  # ranks with others may have more
-            num_rounds = largest_of([num_rounds], [self._group], torch.device("cpu"))[0]
+            num_rounds = largest_of([num_rounds], [self._group])[0]
         return [*rounds, *[()] * (num_rounds - len(rounds))]
 
     def _read(
@@ -143,7 +142,6 @@ class ZeroInfinity(ZeroOptimizer):
             check_same_gradients(
                 mine,
                 (group,),
-                torch.device("cpu"),
                 system="zero.shard(offload_weights=True)",
                 alternative="use stage 1 or 2",
             )
@@ -156,7 +154,7 @@ class ZeroInfinity(ZeroOptimizer):
             self._compare(group)
         self._hooks.collect()
         has = any(map(self._shard_store.has_grad, self._own.values()))
-        return largest_of([has], [self.group], torch.device("cpu"))[0] > 0
+        return largest_of([has], [self.group])[0] > 0
 
     def _set_sync(self, is_on: bool) -> None:
         if not is_on:

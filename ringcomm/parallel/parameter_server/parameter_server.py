@@ -209,7 +209,8 @@ class ParameterServer:
         with torch.no_grad():
             for port, (version, message) in zip(self._ports, answers, strict=True):
                 if message is not None:
-                    values = port.packing.views(message)
+                    device = self._params[port.names[0]].device  # by one copy
+                    values = port.packing.views(message.to(device))
                     for name, value in zip(port.names, values, strict=True):
                         self._params[name].copy_(value)
                 port.version = version

@@ -81,14 +81,20 @@ class Packing:
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """A buffer with copies of tensors of any device, cast; zeros for None."""
+        """A buffer with copies of tensors of any device, cast; zeros for None.
+
+        Those of a device are packed there, for one copy to the host.
+        """
+        kinds = (tensor.device for tensor in tensors if tensor is not None)
+        device = next((kind for kind in kinds if kind.type != "cpu"), None)
         buffer = self.new_buffer()
-        for view, tensor in zip(self.views(buffer), tensors, strict=True):
+        place = buffer if device is None else torch.empty_like(buffer, device=device)
+        for view, tensor in zip(self.views(place), tensors, strict=True):
             if tensor is None:
                 view.zero_()
             else:
-                view.copy_(tensor)
-        return buffer
+                view.copy_(tensor, non_blocking=device is not None)
+        return buffer if device is None else buffer.copy_(place)
 
 
 def _send(group: dist.ProcessGroup, peer: int, tag: int, message: Tensor | Header) -> Any:

@@ -130,6 +130,7 @@ class Pipeline:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         self._is_sum, self._loss_scale = loss_reduction == "sum", 1.0
+        self.known_labels: list[float] | None = None  # of the next batch, if its caller has counted
         self._losses: list[Tensor] = []  # of the micro-batches so far, detached and not scaled
         if not isinstance(loss_fn, PartLoss):
             loss_fn = PartLoss(loss_fn, count_items, is_sum=self._is_sum)
@@ -324,9 +325,10 @@ class Pipeline:
         """Counts the labels of micro-batches, if this rank computes their losses."""
         self._losses, num = [], self.plan.num_microbatches
         self._num_own, self._num_items = [1.0] * num, 1.0 if num_items is None else num_items
+        known, self.known_labels = self.known_labels, None
         if not targets or self._is_sum:
             return
-        self._num_own = self._loss.labels(targets[0], num)
+        self._num_own = known or self._loss.labels(targets[0], num)
         if num_items is None:
             self._num_items = sum(self._num_own)
         if not self._num_items:

@@ -15,7 +15,8 @@ from torch.func import functional_call
 
 from ringcomm.errors import RingcommError
 from ringcomm.parallel.expert.local_experts import dry_experts
-from ringcomm.parallel.model.units import fsdp_roots
+from ringcomm.parallel.flat_collectives import largest_of
+from ringcomm.parallel.model.units import forked_generators, fsdp_roots
 from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
@@ -96,8 +97,7 @@ def _metas_of(value: Any) -> Metas:
 
 def _computed(module: StageModule, inputs: Metas, device: torch.device) -> Metas:
     """Computes them, and restores generators; notes writes into inputs."""
-    devices = [device] if device.type == "cuda" else []
-    with _resharded(module), torch.enable_grad(), torch.random.fork_rng(devices):
+    with _resharded(module), torch.enable_grad(), forked_generators(device):
         values = tuple(value.clone() for value in zeros(inputs, device))
         outputs = functional_call(module, _copied_buffers(module), values)
     module.writes_inputs |= any(version_of(value) > 0 for value in values)
@@ -250,10 +250,8 @@ class Stage(TorchStage):
                 by_mesh.setdefault(param.device_mesh, {})[idx] = param
         for mesh, params in by_mesh.items():
             facts = [idx in self._used for idx in params]
-            used = torch.tensor(facts, dtype=torch.uint8, device=self.device)
-            for dim in range(mesh.ndim):
-                dist.all_reduce(used, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-            for param, is_used in zip(params.values(), used.tolist(), strict=True):
+            used = largest_of(facts, mesh.get_all_groups(), torch.uint8)
+            for param, is_used in zip(params.values(), used, strict=True):
                 if not is_used:
                     param.grad = None
 
@@ -279,8 +277,8 @@ class Stage(TorchStage):
         return result
 
     def _now_us(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return time.monotonic_ns() / 1e3
 
     def clear_runtime_states(self) -> None:

@@ -74,7 +74,8 @@ class _Check:
         if self._num_calls & (self._num_calls - 1):
             return
         device = next((param.device for param in module.parameters()), torch.device("cpu"))
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        module_of = torch.get_device_module(device)
+        if getattr(module_of, "is_current_stream_capturing", bool)():
             return
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         inputs = [value for value in given if not value.is_floating_point()]
@@ -109,5 +110,6 @@ class _Check:
 
 
 def _states_on(device: torch.device) -> list[Tensor]:
-    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_device]
+    if device.type == "cpu":
+        return [torch.get_rng_state()]
+    return [torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)]

@@ -19,14 +19,14 @@ from ringcomm.backward_pass import (
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import (
     all_gather_shards,
-    device_of,
+    largest_of,
     place_in,
     reduce_scatter_mean,
     shard_sizes,
     take_written,
     with_own_storage,
 )
-from ringcomm.parallel.gradient_placeholder import GradientHooks, largest_of, remove_hooks, weakly
+from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
 from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.zero.inner import ShardOptions
 
@@ -350,7 +350,7 @@ class GradientReducer:
             keys = [*(param for bucket in buckets for param in bucket.params), *buckets]
             facts = [what, *(key in mine for key in keys)]
             if group is not None:
-                facts = largest_of(facts, [group], device_of(group), torch.uint8)
+                facts = largest_of(facts, [group], torch.uint8)
             found = max(found, facts[0])
             present |= {key for key, is_so in zip(keys, facts[1:], strict=True) if is_so}
         return found, present

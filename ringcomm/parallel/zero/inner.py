@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.parallel.clip import LossScale
-from ringcomm.parallel.flat_collectives import device_of, place_in
-from ringcomm.parallel.gradient_placeholder import largest_of
+from ringcomm.parallel.flat_collectives import largest_of, place_in
 from ringcomm.parallel.model.cut import find_trainer
 from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.offload.optimizers import Offloaded
@@ -287,8 +286,7 @@ class InnerSteps:
                 self._run_one(inner, method, parts, grads, factor)
         except Exception as error:
             failure = error
-        device = device_of(self._group)
-        has_failed = largest_of([failure is not None], [self._group], device, torch.uint8)
+        has_failed = largest_of([failure is not None], [self._group], torch.uint8)
         if failure is not None:
             raise failure
         if has_failed[0]:

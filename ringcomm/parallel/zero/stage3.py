@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm import torch_names
 from ringcomm.backward_pass import OpenPasses
-from ringcomm.parallel.flat_collectives import device_of, local_of
-from ringcomm.parallel.gradient_placeholder import hookable, largest_of, weakly
+from ringcomm.parallel.flat_collectives import largest_of, local_of
+from ringcomm.parallel.gradient_placeholder import hookable, weakly
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_moves, refuse_parts, save_full
@@ -194,7 +194,7 @@ class Zero3(ZeroOptimizer):
         for group in self.inner.rank_groups:
             params = [param for param in self.all_params() if self.inner.group_of[param] is group]
             has = [self._has_gradient(param) for param in params]
-            facts = largest_of([most, *has], [group], device_of(group), torch.uint8)
+            facts = largest_of([most, *has], [group], torch.uint8)
             found |= zip(params, facts[1:], strict=True)
             most = max(facts)
         self._awaits_backward &= not most
