@@ -40,7 +40,7 @@ from ringcomm import ops
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.timing import percentiles
 from ringcomm.parallel import activations, get_state_dict, offload, zero
-from ringcomm.parallel.activations.partition import host_copy
+from ringcomm.parallel.offload.device_copies import host_copy
 from ringcomm.parallel.offload.file_store import FileStore
 from ringcomm.parallel.offload.transfers import empty_row
 from ringcomm.screen import counted

@@ -3,7 +3,6 @@
 import logging
 import zlib
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -18,7 +17,7 @@ from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.activations.arena import Kept, SavedTensors, is_plain
 from ringcomm.parallel.activations.arena import arena as Arena  # also an argument
 from ringcomm.parallel.flat_collectives import all_gather_shards
-from ringcomm.parallel.offload.transfers import empty_row
+from ringcomm.parallel.offload.device_copies import host_copy
 from ringcomm.torch_names import all_gather_single
 
 _log = logging.getLogger("ringcomm")
@@ -170,29 +169,6 @@ def _digest(kept: Kept) -> Tensor:
     for part in flat.view(word).split(_DIGEST_ELEMS):
         digest = 31 * digest + (part * weights[: part.numel()]).sum()
     return digest
-
-
-@cache
-def _stream_of_copies(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
-
-
-def host_copy(tensor: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """A copy in host memory, outside torch's allocator for the tensor's device, and its event.
-
-    For an accelerator it is pinned and made by a stream of its own, beside later kernels, and the
-    event is its end. For a one-dimensional CPU tensor it is a separate memory mapping, which is
-    unmapped with the last reference.
-    """
-    if tensor.device.type == "cpu":
-        return empty_row(tensor.numel(), tensor.dtype).copy_(tensor), None
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    stream = _stream_of_copies(tensor.device)
-    stream.wait_stream(torch.accelerator.current_stream(tensor.device))
-    with stream:
-        copy.copy_(tensor, non_blocking=True)
-    tensor.record_stream(stream)
-    return copy, stream.record_event()
 
 
 class auto(partition):  # noqa: N801

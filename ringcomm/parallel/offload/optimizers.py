@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.ops.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of, take_written
+from ringcomm.parallel.offload.device_copies import copy_back, host_copy, settle
 from ringcomm.parallel.offload.state_rows import (
     OffloadedStates,
     Operands,
@@ -40,6 +41,8 @@ from ringcomm.parallel.optimizer_classes import (
 )
 from ringcomm.parallel.optimizer_kinds import attributes_of, needs_whole
 from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 def _dtype_of(param: Tensor) -> torch.dtype:
@@ -136,6 +139,7 @@ class Offloaded(torch.optim.Optimizer):
         self._rows = StateRows(self.tier, first)
         self._operands = operands or Operands()
         self._ahead: dict[tuple[int, int], RowHandle | None] = {}
+        self._copied: dict[tuple[int, int], Any] = {}  # to the host: weight and gradient, events
 
     def _note_groups(self) -> None:
         groups = enumerate(self.param_groups)
@@ -227,8 +231,10 @@ class Offloaded(torch.optim.Optimizer):
         after: dict[int, dict[str, Any]] = {}
         try:
             for i, (param, begin, end) in enumerate(pieces):
-                for ahead, first, _ in pieces[i : i + 2]:
+                for ahead, first, last in pieces[i : i + 2]:
                     self.start(ahead, first)
+                    group = before[self._places[ahead][1]]
+                    self._start_copy(method, ahead, slice(first, last), group)
                 number = self._places[param][1]
                 place = slice(begin, end)
                 after[number] = self._run_piece(method, param, place, before[number], grad_scale)
@@ -243,7 +249,9 @@ class Offloaded(torch.optim.Optimizer):
         finally:
             for handle in self._ahead.values():
                 self._rows.release(handle)
-            self._ahead = {}
+            self._ahead, self._copied = {}, {}
+            for device in {param.device for param in params} - {_CPU, _META}:
+                settle(device)
         for number, options in after.items():
             for key in options.keys() - {*BY_WEIGHT}:
                 if text_of(options[key]) != text_of(before[number].get(key)):
@@ -264,6 +272,30 @@ class Offloaded(torch.optim.Optimizer):
         num_elems, size = self._operands.shape(param).numel(), self._chunk_elems
         return [(b, min(b + size, num_elems)) for b in range(0, max(1, num_elems), size)]
 
+    def _rule_of(self, method: str, param: Tensor, options: dict[str, Any]) -> Rule | None:
+        """Of a kernel with the same update as the class."""
+        is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
+        if not (is_known and method == "step" and _dtype_of(param) == torch.float32):
+            return None
+        return rule_of(self.inner, {**options, "lr": float(options["lr"])})
+
+    def _operands_of(self, param: Tensor, place: slice) -> tuple[Tensor, Tensor | None]:
+        weight, grad = self._operands.get(param)
+        if self.is_whole:
+            return weight, grad
+        return weight.view(-1)[place], None if grad is None else grad.reshape(-1)[place]
+
+    def _start_copy(
+        self, method: str, param: Tensor, place: slice, options: dict[str, Any]
+    ) -> None:
+        """Starts copying a piece from its device, if a kernel of the host will update it."""
+        piece = self._places[param][0], place.start
+        if param.device in (_CPU, _META) or piece in self._copied:
+            return
+        weight, grad = self._operands_of(param, place)
+        if grad is not None and self._rule_of(method, weight, options) is not None:
+            self._copied[piece] = host_copy(weight), host_copy(grad)
+
     def _run_piece(
         self, method: str, param: Tensor, place: slice, options: dict[str, Any], grad_scale: float
     ) -> dict[str, Any]:
@@ -271,21 +303,21 @@ class Offloaded(torch.optim.Optimizer):
         piece = self._places[param][0], place.start
         handle = self._ahead.pop(piece)
         state = self._rows.view(piece, handle)  # before anything is written
-        weight, grad = self._operands.get(param)
-        if not self.is_whole:
-            weight = weight.view(-1)[place]
-            grad = None if grad is None else grad.reshape(-1)[place]
+        weight, grad = self._operands_of(param, place)
+        on_host, host_grad = weight, grad
+        if piece in self._copied:
+            (on_host, _), (host_grad, is_there) = self._copied.pop(piece)
+            is_there.synchronize()  # the weight was copied before
         master = state.get("master")
         if weight.dtype != _dtype_of(weight):
             if master is None:
-                master = state["master"] = weight.to("cpu", torch.float32)
-            take_written(master, weight.to("cpu"))
-        is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
-        rule: Rule | None = None  # of a kernel with the same update
-        if is_known and method == "step" and _dtype_of(weight) == torch.float32:
-            rule = rule_of(self.inner, {**options, "lr": float(options["lr"])})
-        if rule is not None and grad is not None:
-            update_by_kernel(rule, weight, grad, grad_scale, state)
+                master = state["master"] = on_host.to("cpu", torch.float32)
+            take_written(master, on_host.to("cpu"))
+        rule = self._rule_of(method, weight, options)
+        if rule is not None and host_grad is not None:
+            update_by_kernel(rule, on_host, host_grad, grad_scale, state)
+            if on_host is not weight:
+                copy_back(weight, on_host)
         else:
             state.pop("master", None)
             state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)

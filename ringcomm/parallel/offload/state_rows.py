@@ -232,19 +232,14 @@ def text_of(option: Any) -> str:
 def update_by_kernel(
     rule: Rule, weight: Tensor, grad: Tensor, grad_scale: float, state: dict[str, Any]
 ) -> None:
-    """A step of torch's AdamW or SGD, by the kernel with the same update."""
-    on_host = weight.to("cpu")
+    """A step of torch's AdamW or SGD in host memory, by the kernel with the same update."""
     # Of SGD it only matters whether there was a step.
     step = int(state.get("step", "momentum_buffer" in state)) + 1
     for name in rule.state_names:
         if name not in state:
-            state[name] = torch.zeros_like(on_host, dtype=torch.float32)
+            state[name] = torch.zeros_like(weight, dtype=torch.float32)
     # A scheduler may have set a momentum to 0: the buffer stays.
     tensors = {key: state[key] for key in state.keys() & {MASTER, *rule.state_names}}
-    ops.optimizer_update_(
-        on_host, grad.to("cpu"), tensors, optimizer=rule, step=step, grad_scale=grad_scale
-    )
-    if on_host is not weight:
-        weight.copy_(on_host)
+    ops.optimizer_update_(weight, grad, tensors, optimizer=rule, step=step, grad_scale=grad_scale)
     if isinstance(rule, ops.AdamWStep):
         state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")

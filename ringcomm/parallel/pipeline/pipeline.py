@@ -370,7 +370,9 @@ class Pipeline:
             self._count_labels(targets if self._has(-1) else (), num_items)
         except Exception as error:  # count_items may raise any
             problem = error
-        words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
+        words = ", ".join([shown(metas), *kwargs])
+        if problem is not None:
+            words = f"{type(problem).__name__}: {problem}"
         # In another mode a block may write its input, and freezing changes what has a gradient.
         key = words, autocast, self.module.training, tuple(trained)
         made = self._made.get(key)

@@ -180,9 +180,10 @@ SYSTEMS: dict[str, tuple[Any, dict[str, int]]] = {
         in_backward(Lomo, clip_grad_norm=1.0, clip_mode="two_pass"),
         {"wait": 4, "down": 1},
     ),
-    # Each weight's gradient down, in 16 bits the weight too, and the weight up.
-    "offload": (shard("offload"), {"down": 24, "up": 12}),
-    "offload, bf16": (shard("offload", torch.bfloat16), {"down": 36, "up": 12}),
+    # It waits for an event of each piece, while the next one is copied.
+    "offload": (shard("offload"), {}),
+    "offload, bf16": (shard("offload", torch.bfloat16), {}),
+    "zero 2, host": (shard("zero 2, host"), {}),
     "data parallel": (on_mesh("Llama", {"dp": 2}), OF_TRANSFORMERS),
     "fsdp": (on_mesh("Llama", {"dp": 1, "fsdp": 2}), OF_TRANSFORMERS),
     "tensor parallel": (on_mesh("Llama", {"tp": 2}), OF_TRANSFORMERS),

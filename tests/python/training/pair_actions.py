@@ -82,7 +82,7 @@ class Actions:
         ids = probe(self.case).ids
         generator = torch.Generator().manual_seed(5)
         size = (*ids.shape, model.config.hidden_size)
-        x = torch.randn(size, generator=generator, requires_grad=True)
+        x = torch.randn(size, generator=generator, dtype=torch.float32, requires_grad=True)
 
         def loss() -> Any:
             given = x.double() if isinstance(self.engine, Alone) else x

@@ -10,6 +10,7 @@ import os
 import random
 import shlex
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,10 @@ def test_random_loops(tmp_path: Path) -> None:
     draw, end, num, failures = random.Random(SEED), time.monotonic() + SECONDS, 0, 0
     while time.monotonic() < end and failures < MAX_FAILURES:
         case = drawn(draw)
-        problem = problem_of(TABLES_OF_LOOPS, case, tmp_path / str(num))
+        try:
+            problem = problem_of(TABLES_OF_LOOPS, case, tmp_path / str(num))
+        except Exception:
+            problem = traceback.format_exc()
         num += 1
         if problem:
             failures += 1
