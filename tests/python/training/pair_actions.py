@@ -11,7 +11,7 @@ import torch
 from pair_batches import ACTION_STEP, STEPS, probe
 from pair_engines import USERS_ERROR, dims_of
 from pair_loops import LOOPS
-from pair_models import NUM_CLASSES, is_small
+from pair_models import NUM_CLASSES, is_small, unwrapped
 from pair_oracle import Alone
 from pair_table import Case
 from torch import Tensor, nn
@@ -148,7 +148,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def states_of(model: nn.Module) -> dict[str, Tensor]:
     """A model's state_dict() as plain tensors. Collective with DTensors."""
     return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in model.state_dict().items()
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in unwrapped(model.state_dict().items()).items()
         if value.is_floating_point()
     }

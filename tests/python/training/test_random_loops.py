@@ -55,6 +55,7 @@ NEVER = conditions(f"""
     # torch's checkpoint updates statistics twice; its DDP sends rank 0's.
     buffers: BatchNorm; recompute: yes
     buffers: BatchNorm; zero: 0
+    buffers: BatchNorm; system: data
 """)
 
 
