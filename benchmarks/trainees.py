@@ -84,7 +84,7 @@ class Trainee:
         found = []
         for param in self.model.parameters():
             shards = find_shards(param)
-            found.append(param if shards is None else shards.shard_of(param))
+            found.append(param if shards is None else shards.unit_of(param).shards[param])
         return live_bytes(found)
 
     def state_bytes(self) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from buildconfig import parse_version, public_version
 
-USE_S = 120
+USE_S = 300
 # One of two ranks. `import torch` alone makes the backend known: ringcomm is not imported before.
 PROGRAM = """
 import datetime, os, sys, torch, torch.distributed as dist

@@ -1,6 +1,7 @@
 """Collectives over one flat buffer in uneven shards, for any backend."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -125,6 +126,40 @@ def all_gather_shards(
     torch_names.all_gather_single(rows.view(-1), mine, group=group)
     for row, shard in zip(rows, shards, strict=True):
         shard.copy_(row[: shard.numel()])
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+class InFlight:
+    """Runs collectives beside the other work of a device, one at a time; on CPUs at once."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def run(self, call: Callable[[], None], buffer: Tensor) -> None:
+        """Calls it on a stream of its own, after what the current stream has and the call before.
+
+        `buffer` stays until the current stream has waited for the call.
+        """
+        self.settle()
+        if buffer.device.type == "cpu":
+            call()
+            return
+        stream = _stream_beside(buffer.device)
+        stream.wait_stream(torch.accelerator.current_stream(buffer.device))
+        with stream:
+            call()
+        self._buffer = buffer
+
+    def settle(self) -> None:
+        """The current stream waits for the last call."""
+        if self._buffer is not None:
+            device = self._buffer.device
+            torch.accelerator.current_stream(device).wait_stream(_stream_beside(device))
+            self._buffer = None
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -6,16 +6,15 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ringcomm.ops.fused_update import Rule, rule_of
-from ringcomm.parallel.flat_collectives import local_of, take_written
-from ringcomm.parallel.offload.device_copies import copy_back, host_copy, settle
+from ringcomm.parallel.flat_collectives import local_of
+from ringcomm.parallel.offload.piece_steps import PieceSteps, dtype_of
 from ringcomm.parallel.offload.state_rows import (
     OffloadedStates,
     Operands,
@@ -24,33 +23,21 @@ from ringcomm.parallel.offload.state_rows import (
     large_tensors,
     map_tensors,
     numbered_groups,
-    text_of,
-    update_by_kernel,
 )
 from ringcomm.parallel.offload.tiers import RowHandle, Tier, make_tier
 from ringcomm.parallel.optimizer_classes import (
-    BY_WEIGHT,
     drop_unstepped,
     new_state,
-    options_of,
     over_groups,
     params_in,
     retire,
-    run_on_parts,
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import attributes_of, needs_whole
 from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
 
-_CPU, _META = torch.device("cpu"), torch.device("meta")
 
-
-def _dtype_of(param: Tensor) -> torch.dtype:
-    """In which it is updated: that of a master, or its own."""
-    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
-
-
-class Offloaded(torch.optim.Optimizer):
+class Offloaded(PieceSteps):
     """An optimizer of any class, with its states in host memory or in files.
 
         muon = offload.Offloaded(torch.optim.Muon(matrices), to="nvme", path="/mnt/nvme")
@@ -215,123 +202,6 @@ class Offloaded(torch.optim.Optimizer):
         """For schedule-free optimizers."""
         self.run("eval", [*self._places])
 
-    @torch.no_grad()
-    def run(
-        self, method: str, params: Sequence[Tensor], grad_scale: float = 1.0, before: Any = None
-    ) -> None:
-        """A method of the class on some parameters, with gradients multiplied by a factor.
-
-        Each piece begins with the same options of its group, so that what a class counts there
-        counts once. `before` has these options in a step of several calls.
-        """
-        if not hasattr(self.inner, method):
-            return
-        before = before or [*map(options_of, self.param_groups)]
-        pieces = [(param, *piece) for param in params for piece in self._pieces(param)]
-        after: dict[int, dict[str, Any]] = {}
-        try:
-            for i, (param, begin, end) in enumerate(pieces):
-                for ahead, first, last in pieces[i : i + 2]:
-                    self.start(ahead, first)
-                    group = before[self._places[ahead][1]]
-                    self._start_copy(method, ahead, slice(first, last), group)
-                number = self._places[param][1]
-                place = slice(begin, end)
-                after[number] = self._run_piece(method, param, place, before[number], grad_scale)
-                if i + 1 == len(pieces) or pieces[i + 1][0] is not param:
-                    self._operands.done(param)
-                    self.steps[param] = self.steps.get(param, 0) + (method == "step")
-            others = [i for i in range(len(before)) if i not in after]
-            if others and self._takes_empty:
-                groups = [{**self.param_groups[i], **options_of(before[i])} for i in others]
-                _, called = run_on_parts(self.inner, method, groups, {}, {}, grad_scale, {})
-                after |= zip(others, called, strict=True)
-        finally:
-            for handle in self._ahead.values():
-                self._rows.release(handle)
-            self._ahead, self._copied = {}, {}
-            for device in {param.device for param in params} - {_CPU, _META}:
-                settle(device)
-        for number, options in after.items():
-            for key in options.keys() - {*BY_WEIGHT}:
-                if text_of(options[key]) != text_of(before[number].get(key)):
-                    self.param_groups[number][key] = options[key]
-
-    def start(self, param: Tensor, begin: int = 0) -> None:
-        """Starts reading the state of a piece."""
-        piece = self._places[param][0], begin
-        if piece not in self._ahead:
-            if begin == 0:
-                self._operands.start(param)
-            self._ahead[piece] = self._rows.fetch(piece)
-
-    def _pieces(self, param: Tensor) -> list[tuple[int, int | None]]:
-        """The first and last elements of what is updated together."""
-        if self.is_whole:
-            return [(0, None)]
-        num_elems, size = self._operands.shape(param).numel(), self._chunk_elems
-        return [(b, min(b + size, num_elems)) for b in range(0, max(1, num_elems), size)]
-
-    def _rule_of(self, method: str, param: Tensor, options: dict[str, Any]) -> Rule | None:
-        """Of a kernel with the same update as the class."""
-        is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
-        if not (is_known and method == "step" and _dtype_of(param) == torch.float32):
-            return None
-        return rule_of(self.inner, {**options, "lr": float(options["lr"])})
-
-    def _operands_of(self, param: Tensor, place: slice) -> tuple[Tensor, Tensor | None]:
-        weight, grad = self._operands.get(param)
-        if self.is_whole:
-            return weight, grad
-        return weight.view(-1)[place], None if grad is None else grad.reshape(-1)[place]
-
-    def _start_copy(
-        self, method: str, param: Tensor, place: slice, options: dict[str, Any]
-    ) -> None:
-        """Starts copying a piece from its device, if a kernel of the host will update it."""
-        piece = self._places[param][0], place.start
-        if param.device in (_CPU, _META) or piece in self._copied:
-            return
-        weight, grad = self._operands_of(param, place)
-        if grad is not None and self._rule_of(method, weight, options) is not None:
-            self._copied[piece] = host_copy(weight), host_copy(grad)
-
-    def _run_piece(
-        self, method: str, param: Tensor, place: slice, options: dict[str, Any], grad_scale: float
-    ) -> dict[str, Any]:
-        """Returns the options of the group after the call."""
-        piece = self._places[param][0], place.start
-        handle = self._ahead.pop(piece)
-        state = self._rows.view(piece, handle)  # before anything is written
-        weight, grad = self._operands_of(param, place)
-        on_host, host_grad = weight, grad
-        if piece in self._copied:
-            (on_host, _), (host_grad, is_there) = self._copied.pop(piece)
-            is_there.synchronize()  # the weight was copied before
-        master = state.get("master")
-        if weight.dtype != _dtype_of(weight):
-            if master is None:
-                master = state["master"] = on_host.to("cpu", torch.float32)
-            take_written(master, on_host.to("cpu"))
-        rule = self._rule_of(method, weight, options)
-        if rule is not None and host_grad is not None:
-            update_by_kernel(rule, on_host, host_grad, grad_scale, state)
-            if on_host is not weight:
-                copy_back(weight, on_host)
-        else:
-            state.pop("master", None)
-            state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
-            updated = weight if master is None else master.to(weight.device)
-            group = {**self.param_groups[self._places[param][1]], **options_of(options)}
-            given = {param: updated}, {param: grad}, grad_scale, {param: state}
-            states, (options,) = run_on_parts(self.inner, method, [group], *given)
-            state = dict(states.get(param, {}))
-            if master is not None:
-                weight.copy_(updated)
-                state["master"] = updated
-        self._rows.keep(piece, state, handle)
-        return options
-
     # ---- states
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
@@ -356,7 +226,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
         """The value of state_of() before the first step, for a parameter with values `weight`."""
-        value = weight.detach().to("cpu", _dtype_of(param), copy=True)
+        value = weight.detach().to("cpu", dtype_of(param), copy=True)
         group = self.param_groups[self._places[param][1]]
         state = new_state(self.inner, group, param, value.clone())
         return {**state, "master": value} if value.dtype != param.dtype else state
@@ -364,7 +234,7 @@ class Offloaded(torch.optim.Optimizer):
     @torch.no_grad()
     def set_state_of(self, param: Tensor, state: dict[str, Any]) -> None:
         """Takes a parameter's state; the inverse of state_of(). A master stays if it has none."""
-        number, dtype = self._places[param][0], _dtype_of(param)
+        number, dtype = self._places[param][0], dtype_of(param)
         for begin, end in self._pieces(param):
 
             def cut(value: Tensor, place: slice = slice(begin, end)) -> Tensor:

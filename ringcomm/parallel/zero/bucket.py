@@ -1,8 +1,8 @@
 """Weights that are reduced, updated and gathered together: one flat buffer, a shard per rank."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,34 +16,17 @@ from ringcomm.backward_pass import (
     running_node,
     will_run,
 )
-from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import (
+    InFlight,
     all_gather_shards,
     largest_of,
     place_in,
     reduce_scatter_mean,
-    shard_sizes,
     take_written,
     with_own_storage,
 )
 from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
-from ringcomm.parallel.model.describe import Model
-from ringcomm.parallel.zero.inner import ShardOptions
-
-
-class BucketPlan(NamedTuple):
-    """The weights of a bucket in the order of its buffer, and how ranks share it.
-
-    Attributes:
-        sizes: the elements of each rank's shard.
-        is_whole: whether each weight is in one rank's shard, that of its owner.
-        experts: the sharded experts that the weights belong to; ranks with the same ones share it.
-    """
-
-    params: list[nn.Parameter]
-    sizes: list[int]
-    is_whole: bool
-    experts: LocalExperts | None
+from ringcomm.parallel.zero.bucket_plan import BucketPlan
 
 
 class Bucket:
@@ -135,7 +118,7 @@ class Bucket:
 
     def take(self, param: nn.Parameter, grad: Tensor) -> None:
         """Adds a gradient to the buffer."""
-        view = self._view(self._buffer(), param)
+        view = self._view(self.buffer(), param)
         if param in self.arrived:
             view.add_(grad)
         else:
@@ -151,13 +134,14 @@ class Bucket:
 
     def whole_gradients(self) -> Tensor:
         """The buffer, with zeros for missing gradients."""
-        grads = self._buffer()
+        grads = self.buffer()
         for param in self.params:
             if param not in self.arrived:
                 self._view(grads, param).zero_()
         return grads
 
-    def _buffer(self) -> Tensor:
+    def buffer(self) -> Tensor:
+        """Of unsharded gradients."""
         if self.grads is None:
             self.grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
         return self.grads
@@ -196,56 +180,6 @@ class Bucket:
         all_gather_shards(self.weights, self.group, self._sizes)
 
 
-def plan_buckets(
-    model: Model,
-    by_optimizer: Sequence[Iterable[dict[str, Any]]],
-    stage: int,
-    options: ShardOptions,
-    owners: Mapping[nn.Parameter, int],
-    world_size: int,
-) -> list[BucketPlan]:
-    """Groups weights of one dtype and device, up to the maximum size; a larger weight is alone.
-
-    The order is that of expected gradients: the reverse of model.parameters(). At stage 2 a bucket
-    may have several parameter groups of an optimizer, so that each is complete before the next
-    begins to fill. Weights of optimizers that need full ones have buckets of their own.
-    """
-    group_of = {
-        param: (i, j if stage == 1 else None)
-        for i, groups in enumerate(by_optimizer)
-        for j, group in enumerate(groups)
-        for param in group["params"]
-    }
-    position = {param: i for i, param in enumerate(model.weights)}
-    experts_of = {param: weight.experts for param, weight in model.weights.items()}
-
-    buckets: list[list[nn.Parameter]] = []
-    filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
-    for param in sorted(group_of, key=position.__getitem__, reverse=True):
-        experts = experts_of[param]
-        shared = experts and (experts.group, experts.replica_group)
-        kind = param.dtype, param.device, group_of[param], param in owners, shared
-        num_bytes = param.numel() * (options.param_dtype or param.dtype).itemsize
-        bucket, filled = filling.get(kind, ([], 0))
-        if not bucket or filled + num_bytes > options.bucket_bytes:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(param)
-        filling[kind] = bucket, filled + num_bytes
-    buckets.sort(key=lambda bucket: position[bucket[-1]], reverse=True)
-    plans = []
-    for bucket in buckets:
-        is_whole, experts = bucket[0] in owners, experts_of[bucket[0]]
-        num_ranks = world_size if experts is None else place_in(experts.replica_group)[1]
-        if is_whole:
-            bucket.sort(key=owners.__getitem__)
-            sizes = [sum(p.numel() for p in bucket if owners[p] == r) for r in range(num_ranks)]
-        else:
-            sizes = shard_sizes(sum(param.numel() for param in bucket), num_ranks)
-        plans.append(BucketPlan(bucket, sizes, is_whole, experts))
-    return plans
-
-
 class GradientReducer:
     """Collects the gradients of buckets' weights.
 
@@ -274,12 +208,14 @@ class GradientReducer:
         self.hooks = GradientHooks(params, self, late)
         self._outer_hooks: list[Any] = []
         self._has_passed = False  # since the last call of join()
+        self._in_flight = InFlight()
         self._passes: OpenPasses[None] = OpenPasses()  # also nested ones
         self._at_end = weakly(self._pass_ended)
         self.forget()
 
     def forget(self) -> None:
         """Resets the state for a new pass, also after a failed one."""
+        self._in_flight.settle()
         remove_hooks(self._outer_hooks)
         self._outer_hooks = []
         self._has_begun, self._next = False, 0  # the bucket to reduce next
@@ -311,7 +247,10 @@ class GradientReducer:
 
     def drop_gradient(self, param: nn.Parameter) -> None:
         """See GradientHooks."""
-        self._buckets[self._index[param]].drop(param)
+        bucket = self._buckets[self._index[param]]
+        if param in bucket.reduced:
+            self._in_flight.settle()
+        bucket.drop(param)
 
     def join(self) -> None:
         """To be called by all ranks after each backward pass of a pipeline's stage.
@@ -358,8 +297,8 @@ class GradientReducer:
     # ---- by pass
 
     def _reduce_next(self) -> None:
-        self._next += 1
-        self._buckets[self._next - 1].reduce()
+        bucket, self._next = self._buckets[self._next], self._next + 1
+        self._in_flight.run(bucket.reduce, bucket.buffer())
 
     def _end_pass(self) -> None:
         while self._next < len(self._buckets):

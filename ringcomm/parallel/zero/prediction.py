@@ -18,7 +18,7 @@ from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.offload.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, state_elems
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
+from ringcomm.parallel.zero.bucket_plan import BucketPlan, plan_buckets
 from ringcomm.parallel.zero.inner import ShardOptions
 from ringcomm.parallel.zero.owners import owners_by_group, rows_of
 

@@ -15,7 +15,7 @@ from ringcomm.parallel import offload
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
-LATE = {"RINGCOMM_EMULATOR_DELAY_US": "2000", "RINGCOMM_EMULATOR_QUEUES": "8"}
+LATE = {"RINGCOMM_EMULATOR_DELAY_US": "2000", "RINGCOMM_EMULATOR_QUEUES": "0"}
 
 
 @pytest.mark.parametrize("is_in_files", [False, True])

@@ -28,6 +28,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+# Of ranks that destroy the groups of a call after it: those of many calls would use up the places
+# of an emulated GPU.
+DROPS_GROUPS = "RINGCOMM_TEST_DROPS_GROUPS"
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -200,6 +204,17 @@ def _answer_calls(rank: int, calls: Connection) -> None:
             fn, args = pickle.loads(message)
             reply: tuple[str, Any] = ("result", fn(rank, *args))
             data = pickle.dumps(reply)
+            if os.environ.get(DROPS_GROUPS):
+                _drop_groups()
         except BaseException:
             data = pickle.dumps(("error", traceback.format_exc()))
         calls.send_bytes(data)
+
+
+def _drop_groups() -> None:
+    """All but the default group."""
+    import torch.distributed as dist
+
+    for group in [*dist.distributed_c10d._world.pg_map] if dist.is_initialized() else []:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

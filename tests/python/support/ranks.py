@@ -313,7 +313,7 @@ def run_ranks(
             pytest.skip("Gloo has no tensors on emulated GPUs")
         driver, extension = emulated_gpu.build()
         emulated = {EMULATED: f"{driver}:{extension}", "RINGCOMM_EMULATOR_SMS": "512"}
-        emulated |= emulated_gpu.with_kernels()
+        emulated |= emulated_gpu.with_kernels() | {rank_server.DROPS_GROUPS: "1"}
         rank_env = [{**emulated, **own} for own in rank_env]
 
     def make() -> Pool:

@@ -66,7 +66,7 @@ class Actions:
             return {}
         seen = self._eval()
         if self.average is not None:
-            weights = {name for name, _ in self.average.module.named_parameters()}
+            weights = unwrapped(self.average.module.named_parameters())
             states = states_of(self.average.module)
             seen["average"] = {name: states[name] for name in states if name in weights}
         if dims_of(self.case) is not None:

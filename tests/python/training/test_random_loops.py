@@ -39,13 +39,22 @@ del OF_MESHES["system"]
 SPLIT = " or ".join(
     mesh for table in (MESHES, CUBES) for mesh in table.axes["mesh"] if "tp" in mesh
 )
+TWICE = " or ".join(
+    mesh
+    for table in (MESHES, CUBES)
+    for mesh in table.axes["mesh"]
+    if {"fsdp", "tp"} <= {*mesh.split(" x ")}
+)
 NEVER = conditions(f"""
     # Refused (docs/reference/pairs.md), or ranks have no rows of their own.
     used: others on each rank or one rank alone; system: infinity or tensor or pipeline or mesh
-    # Refused by name: no DTensor describes such heads.
+    # Refused by name: no DTensor describes such heads, or what fully_shard splits once more.
     sizes: uneven; mesh: {SPLIT}; between steps: state_dict
+    mesh: {TWICE}; between steps: state_dict
     # Such a loss may be the right mean then.
     loss: shifts labels or ignore_index=-1 or class weights; labels: full
+    # A module around the model has neither the method nor the model's config.
+    wrapper: a user's module; between steps: generate or input gradient
     # Both change the same layer.
     trained: thawed or never; between steps: freeze
     # Gloo's groups cannot be aborted.
@@ -54,6 +63,7 @@ NEVER = conditions(f"""
     backend: gloo; system: infinity
     # torch's checkpoint updates statistics twice; its DDP sends rank 0's.
     buffers: BatchNorm; recompute: yes
+    buffers: BatchNorm; wrapper: checkpoint_wrapper
     buffers: BatchNorm; zero: 0
     buffers: BatchNorm; system: data
 """)
@@ -68,7 +78,7 @@ def drawn(draw: random.Random) -> Case:
         # Half of the axes are plain: a case of many refusals tells little.
         for axis in draw.sample(sorted(set(axes) - {"system", "mesh", "zero"}), len(axes) // 2):
             case[axis] = axes[axis][0]
-        tables = [BETWEEN, MESHES, CUBES] if "mesh" in case else [BETWEEN]
+        tables = [BETWEEN, PROGRAM, *([MESHES, CUBES] if "mesh" in case else [])]
         is_right = all(table.makes_sense(view) for table in tables for view in views_of(case))
         if is_right and Table(axes, (), NEVER).makes_sense(case):
             return case
