@@ -244,7 +244,7 @@ def test_losses_bytes_and_memory_of_systems(tmp_path: Path) -> None:
             assert record["sent_bytes"] is None
         else:
             # Bytes of agreements are not in the formula; records have five digits.
-            assert record["sent_bytes"] == pytest.approx(record["formula_bytes"], rel=1e-4)
+            assert record["sent_bytes"] == pytest.approx(record["formula_bytes"], rel=3e-4)
     whole = by_name["ddp"]["param_bytes"]
     assert whole == 4 * by_name["ddp"]["num_params"]
     assert by_name["ddp"]["state_bytes"] >= 2 * whole

@@ -55,6 +55,8 @@ NEVER = conditions(f"""
     loss: shifts labels or ignore_index=-1 or class weights; labels: full
     # A module around the model has neither the method nor the model's config.
     wrapper: a user's module; between steps: generate or input gradient
+    # Refused by name: a new model is frozen again, and has no place for those states.
+    trained: thawed; between steps: save and load
     # Both change the same layer.
     trained: thawed or never; between steps: freeze
     # Gloo's groups cannot be aborted.
