@@ -16,7 +16,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.activations.arena import Kept, SavedTensors, is_plain
 from ringcomm.parallel.activations.arena import arena as Arena  # also an argument
-from ringcomm.parallel.flat_collectives import all_gather_shards
+from ringcomm.parallel.flat_collectives import all_gather_shards, largest_of
 from ringcomm.parallel.offload.device_copies import host_copy
 from ringcomm.torch_names import all_gather_single
 
@@ -189,8 +189,8 @@ class auto(partition):  # noqa: N801
         limit_bytes: the memory for checkpoints on a device; the smallest value of all ranks is
             used. None on an accelerator means the memory that is free now: make model and optimizer
             before. Subtract the other memory that a backward pass needs.
-        device: the device of the activations; None for the current accelerator, or the CPU where
-            there is none.
+        device: the device of the activations, without limit_bytes; None for the current
+            accelerator, or the CPU where there is none.
         group, mesh, min_elems, arena: as partition()'s.
 
     Attributes:
@@ -201,7 +201,7 @@ class auto(partition):  # noqa: N801
 
     Raises:
         ValueError: an argument is out of range, on this or another rank; limit_bytes is None on a
-            CPU; or, in the forward pass, activations are on another device.
+            CPU; or, in the forward pass, activations are on another device than that.
 
     Collective: an all_reduce of 8 bytes, another one after the first forward pass, and the
     collectives of partition(). All ranks make the same choice.
@@ -218,19 +218,19 @@ class auto(partition):  # noqa: N801
         arena: Arena | None = None,
     ) -> None:
         super().__init__(group, mesh=mesh, offload="cpu", min_elems=min_elems, arena=arena)
-        self._device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
-        if limit_bytes is None and self._device.type != "cpu":
-            free_bytes, _ = torch.accelerator.get_memory_info(self._device)
-            reserved_bytes = torch.accelerator.memory_reserved(self._device)
-            limit_bytes = free_bytes + reserved_bytes
-            limit_bytes -= torch.accelerator.memory_allocated(self._device)
+        place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        self._limit_of = place.type if limit_bytes is None else None
+        if limit_bytes is None and place.type != "cpu":
+            free_bytes, _ = torch.accelerator.get_memory_info(place)
+            reserved_bytes = torch.accelerator.memory_reserved(place)
+            limit_bytes = free_bytes + reserved_bytes - torch.accelerator.memory_allocated(place)
         # A rank without a limit reports this to the others, so they do not wait for it.
         mine = 1 if limit_bytes is None or limit_bytes < 0 else -limit_bytes
         self.limit_bytes = -self._highest(mine)
         if self.limit_bytes < 0:
             raise ValueError(
                 "limit_bytes must be 0 or more on every rank, and has no default for"
-                f" {self._device.type}; got {limit_bytes} here"
+                f" {place.type}; got {limit_bytes} here"
             )
         self.whole_bytes = 0
         self.choice: Literal["whole", "partition", "partition+cpu"] | None = None
@@ -268,10 +268,10 @@ class auto(partition):  # noqa: N801
             )
 
     def _keep(self, kept: Kept) -> None:
-        if kept.device.type != self._device.type:
+        if self._limit_of not in (None, kept.device.type):
             raise ValueError(
-                f"activations.auto() has the memory of {self._device.type} as its limit, and got a"
-                f" tensor on {kept.device}: pass device={kept.device.type!r}"
+                f"activations.auto() has the memory of {self._limit_of} as its limit, and got a"
+                f" tensor on {kept.device}: pass limit_bytes or device={kept.device.type!r}"
             )
         if self.choice is None:
             # The choice depends only on sizes and their order, so it is the same on all ranks.
@@ -285,6 +285,4 @@ class auto(partition):  # noqa: N801
 
     def _highest(self, number: int) -> int:
         """The largest value of the ranks. Collective."""
-        found = torch.tensor([number], dtype=torch.int64, device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        return int(found)
+        return largest_of([number], [self._group], torch.int64)[0]
