@@ -184,14 +184,18 @@ class StepFacts:
         """
         # With less than fp32 in products, as with TF32, cancelling tokens are more often noise.
         least = 1e-4 if torch.get_float32_matmul_precision() == "highest" else 0.1
-        for sharding, gradient, (square, norms) in self._grams:
-            is_right = square >= least * norms**2  # not if one is NaN
+        for sharding in dict.fromkeys(sharding for sharding, *_ in self._grams):
             own = self._sums[sharding]
+            grams = [(gradient, sums) for of, gradient, sums in self._grams if of == sharding]
+            squares, norms = torch.stack([sums.to(own.device) for _, sums in grams]).unbind(1)
+            is_right = squares >= least * norms**2  # not if one is NaN
             if not is_exact:
-                own[0] += square
-                own[2] += ~is_right
+                own[2] += (~is_right).sum()
             else:  # in float64: a product in fp32 would be noise where tokens cancel
-                own[0] += square if is_right else gradient.square_sum(torch.float64)
+                for idx, keeps in enumerate(is_right.tolist()):
+                    if not keeps:
+                        squares[idx] = grams[idx][0].square_sum(torch.float64)
+            own[0] += squares.sum()
 
     def finish(self, axes: Axes, device: torch.device) -> tuple[float, bool]:
         """The norm of all gradients, and whether they are finite. Collective over the axes.

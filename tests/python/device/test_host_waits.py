@@ -178,7 +178,7 @@ SYSTEMS: dict[str, tuple[Any, dict[str, int]]] = {
     "Lomo, clipped": (in_backward(Lomo, clip_grad_norm=1.0), {"down": 1}),
     "Lomo, clipped in two passes": (  # and each linear layer
         in_backward(Lomo, clip_grad_norm=1.0, clip_mode="two_pass"),
-        {"wait": 4, "down": 1},
+        {"down": 5},
     ),
     # It waits for an event of each piece, while the next one is copied.
     "offload": (shard("offload"), {}),
