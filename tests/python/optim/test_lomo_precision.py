@@ -200,3 +200,19 @@ def test_float64_over_ranks(rank: int, kind: Any, how: str) -> None:
     found = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
     for actual, wanted in zip(found, expected.parameters(), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-14 if kind is Lomo else 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "two_pass"])
+def test_the_norm_where_tokens_cancel(mode: Any) -> None:
+    """Two tokens whose gradients are nearly opposite: their products in float32 are noise."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 48, bias=False)
+    token = torch.randn(64)
+    x = torch.stack([token, token + 1e-4 * torch.randn(64)])
+    of_out = torch.randn(48)
+    opt = Lomo(model, 0.1, clip_grad_norm=1e9, clip_mode=mode)
+    out = model(x)
+    opt.backward((out[0] * of_out).sum() - (out[1] * of_out).sum())
+    opt.step()
+    expected = (x[0].double() - x[1].double()).norm() * of_out.double().norm()
+    assert opt.grad_norm == pytest.approx(float(expected), rel=1e-5)
