@@ -63,7 +63,10 @@ def clip_grad_norm_(
         )
     axes = describe(module).axes()
     grads = {param: param.grad for param in module.parameters() if param.grad is not None}
-    norm = _total_norm(axes, {param: _own(grad) for param, grad in grads.items()}, norm_type)
+    # The same kind on all ranks, also on one without a gradient, or without weights of a pipeline.
+    device = next((param.device for param in module.parameters()), getattr(model, "device", _CPU))
+    own = {param: _own(grad) for param, grad in grads.items()}
+    norm = _total_norm(axes, own, norm_type, device)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {float(norm)}")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -73,10 +76,14 @@ def clip_grad_norm_(
     return norm
 
 
-def _total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float) -> Tensor:
+_CPU = torch.device("cpu")
+
+
+def _total_norm(
+    axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float, device: torch.device
+) -> Tensor:
     """The norm of the whole model's gradient; `grads` has this rank's elements. Collective."""
     is_max = norm_type == math.inf
-    device = next((grad.device for grad in grads.values()), torch.device("cpu"))
     by_sharding: dict[Sharding, list[Tensor]] = {}
     for param, sharding in axes.shardings.items():
         if param in grads:

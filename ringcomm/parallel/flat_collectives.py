@@ -1,6 +1,7 @@
 """Collectives over one flat buffer in uneven shards, for any backend."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -128,6 +129,17 @@ def all_gather_shards(
         shard.copy_(row[: shard.numel()])
 
 
+@contextmanager
+def current_stream_of(device: torch.device, stream: torch.Stream) -> Iterator[None]:
+    """Where a stream of a device is the current one; threads may use one stream at once."""
+    before = torch.accelerator.current_stream(device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
 @cache
 def _stream_beside(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
@@ -137,29 +149,32 @@ class InFlight:
     """Runs collectives beside the other work of a device, one at a time; on CPUs at once."""
 
     def __init__(self) -> None:
-        self._buffer: Tensor | None = None
+        self._buffers: dict[torch.device, Tensor] = {}
 
     def run(self, call: Callable[[], None], buffer: Tensor) -> None:
         """Calls it on a stream of its own, after what the current stream has and the call before.
 
         `buffer` stays until the current stream has waited for the call.
         """
-        self.settle()
-        if buffer.device.type == "cpu":
+        device = buffer.device
+        self._settle(device)
+        if device.type == "cpu":
             call()
             return
-        stream = _stream_beside(buffer.device)
-        stream.wait_stream(torch.accelerator.current_stream(buffer.device))
-        with stream:
+        stream = _stream_beside(device)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        self._buffers[device] = buffer
+        with current_stream_of(device, stream):
             call()
-        self._buffer = buffer
 
     def settle(self) -> None:
-        """The current stream waits for the last call."""
-        if self._buffer is not None:
-            device = self._buffer.device
+        """The current streams wait for the last call of each device."""
+        for device in [*self._buffers]:
+            self._settle(device)
+
+    def _settle(self, device: torch.device) -> None:
+        if self._buffers.pop(device, None) is not None:
             torch.accelerator.current_stream(device).wait_stream(_stream_beside(device))
-            self._buffer = None
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

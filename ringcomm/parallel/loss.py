@@ -51,9 +51,17 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device, except tensors on the meta device."""
-        is_async = device.type != "cpu"  # from pinned memory without a wait
-        move = lambda x: x if x.is_meta else x.to(device, non_blocking=is_async)  # noqa: E731
-        return tree_map_only(Tensor, move, self)
+        return tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(device), self)
+
+    def sent_to(self, device: torch.device) -> "tuple[Batch, torch.Event | None]":
+        """As to(), without a wait; and the event after which pinned memory may be written."""
+        if device.type == "cpu":
+            return self.to(device), None
+        move = lambda x: x if x.is_meta else x.to(device, non_blocking=True)  # noqa: E731
+        moved = tree_map_only(Tensor, move, self)
+        is_pinned = any(isinstance(x, Tensor) and x.is_pinned() for x in tree_leaves(self))
+        stream = torch.accelerator.current_stream(device)
+        return moved, stream.record_event() if is_pinned else None
 
     def chunk(self, num: int) -> "list[Batch]":
         """Equal parts of the rows."""

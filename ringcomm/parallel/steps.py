@@ -46,6 +46,7 @@ class Parallelized:
         if dims["batch"].size() > 1:
             loss.model = model
         self._trained: list[bool] = []
+        self._is_sent: torch.Event | None = None  # of the last batch
         self._ddp_weights: list[nn.Parameter] = []
         self._used: list[bool] = []  # those that have a gradient of this step
         if self._has_ddp:
@@ -104,7 +105,10 @@ class Parallelized:
             run = self.pipeline.evaluate if scale is None else step
             self.pipeline.known_labels = self._counts
             named = {"kwargs": batch.kwargs, "num_items": num_items}
-            loss: Tensor = run(batch.args, batch.targets, **named)
+            try:
+                loss: Tensor = run(batch.args, batch.targets, **named)
+            finally:
+                self.pipeline.known_labels = None
             return loss
         self._used = []
         parts = batch.chunk(len(self._counts))
@@ -209,7 +213,8 @@ class Parallelized:
             )
         if num_changed:
             self._make_ddp()
-        return batch.to(self._device()), num_items / num_ranks
+        moved, self._is_sent = batch.sent_to(self._device())
+        return moved, num_items / num_ranks
 
     def _shared(self, loss: Tensor) -> Tensor:
         """The mean over dims["batch"], which also ends the step of DDP. Collective."""
@@ -220,6 +225,8 @@ class Parallelized:
             loss = numbers[0] / group.size()
             if not all(self._used):
                 self._drop_unused(numbers[1:].tolist())
+        if self._is_sent is not None:  # the program may write its pinned batch again
+            self._is_sent.synchronize()
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -282,8 +282,8 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
   const std::shared_ptr<Communicator> engine = communicator();
   transport.check_collective(place);
   engine->issue(call);
-  transport.plan(call);
-  if (world_size_ > 1 && !transport.finds_mismatches()) {
+  if (world_size_ > 1 &&
+      !transport.finds_mismatches()) {  // before a refusal: others may not refuse
     check_header(*engine, call, options_->timeout, [weak = weak_from_this()](bool has_failed) {
       const auto group = weak.lock();
       if (group == nullptr) return;
@@ -292,6 +292,7 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
     });
     ++num_checks_;
   }
+  transport.plan(call);
   recorded_.push_back(engine->record_on_device(recorder::event_of(call, 0)));
   ending_on_failure([&] { return describe(call); },
                     [&] {
@@ -370,6 +371,10 @@ WorkPtr DeviceGroup::start(c10::Device device, const CallInfo& info, std::vector
   }
   return enqueue_work(device, info, inputs, std::move(kept), std::move(results),
                       [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
+                        for (const TensorCall& item : calls) {  // all are refused, or none
+                          Collective planned = item.call;
+                          if (calls.size() > 1) transport.plan(planned);
+                        }
                         for (const TensorCall& item : calls)
                           run(item.call, transport, place, item.finish);
                         return !calls.empty() && !calls.back().finish;

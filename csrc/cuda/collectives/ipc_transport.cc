@@ -88,6 +88,9 @@ bool IpcTransport::map(const void* data, std::size_t num_bytes) {
       "calls on it are staged; ");
   const ContextGuard guard(group_->device());
   const RelaxedCapture relaxed;
+  // As in follow_peers(); the next calls map it.
+  const auto all = exchange_.all_gather(std::uint8_t{running_.are_messages_over()});
+  if (std::ranges::find(all, 0) != all.end()) return false;
   return allocations_.map_now(static_cast<const std::byte*>(data), num_bytes, num_calls_);
 }
 

@@ -58,7 +58,8 @@ PeerAllocations::~PeerAllocations() {
 void PeerAllocations::find_buffers(const Collective& call, const LaunchPlan& plan,
                                    std::uint64_t number, KernelCall& kernel_call) {
   const std::lock_guard lock(mutex_);
-  const bool maps = group_.maps_tensors() || !own_.empty();
+  // Ranks that take turns meet between the steps of a call, and no kernel waits for another's.
+  const bool maps = !group_.takes_turns() && (group_.maps_tensors() || !own_.empty());
   find_lent_buffers(
       call, plan,
       [&](const std::byte* data, std::size_t num_bytes) {

@@ -205,7 +205,8 @@ void BackendCalls::plan(const CommunicatorOptions& options, Collective& call) co
                                 name_of(call.dtype) + " on " + device_.str() + ": " + name +
                                 ", by which these ranks reach each other, does not have it; reduce "
                                 "a copy on the CPU, or in another type");
-  if (options.is_rank_ordered)
+  const bool rounds = call.dtype >= DType::kFloat16 && call.reduction <= Reduction::kProduct;
+  if (options.is_rank_ordered && rounds)
     throw std::invalid_argument("deterministic=\"rank_order\" on " + device_.str() + ": " + name +
                                 ", by which these ranks reach each other, adds in an order of its "
                                 "own; reduce a copy on the CPU, or leave the option out");

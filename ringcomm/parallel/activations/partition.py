@@ -2,7 +2,7 @@
 
 import logging
 import zlib
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -47,9 +47,9 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         offload: "cpu" keeps the shards in host memory (pinned if the device is a GPU), also with a
             single rank, whose shard is the whole tensor.
         min_elems: smaller tensors are not sharded.
-        check: compare a digest of each tensor between the ranks at the end of the context: 8 bytes
-            from each rank, for all of them at once, for which the host waits. Without the check,
-            tensors that differ are mixed silently.
+        check: compare a digest of each tensor between the ranks at the end of the context, or in a
+            backward pass inside it: 8 bytes from each rank, for all of them at once, for which the
+            host waits. Without the check, tensors that differ are mixed silently.
         arena: memory for the shards that are kept on its device; enter only this context then, not
             the arena.
 
@@ -117,6 +117,11 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
 
     def _check(self, unchecked: list[tuple[Tensor, torch.Size]]) -> None:
         """Compares what was saved. Collective."""
+        for device in dict.fromkeys(digest.device for digest, _ in unchecked):
+            self._check_on([pair for pair in unchecked if pair[0].device == device])
+
+    def _check_on(self, unchecked: list[tuple[Tensor, torch.Size]]) -> None:
+        """Of one device."""
         mine = torch.cat([digest for digest, _ in unchecked])
         rows = mine.new_empty(self._group.size(), mine.numel())
         all_gather_single(rows.view(-1), mine, group=self._group)
@@ -149,6 +154,9 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
 
     def _restore(self, kept: Kept) -> Tensor:
         """Collective."""
+        if self._unchecked:  # a backward pass inside the context
+            unchecked, self._unchecked = self._unchecked, []
+            self._check(unchecked)
         if kept.is_there is not None:
             torch.accelerator.current_stream(kept.device).wait_event(kept.is_there)
         num_elems = kept.shape.numel()
@@ -218,12 +226,14 @@ class auto(partition):  # noqa: N801
         arena: Arena | None = None,
     ) -> None:
         super().__init__(group, mesh=mesh, offload="cpu", min_elems=min_elems, arena=arena)
-        place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        found = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        place = torch.device(found)
         self._limit_of = place.type if limit_bytes is None else None
         if limit_bytes is None and place.type != "cpu":
-            free_bytes, _ = torch.accelerator.get_memory_info(place)
-            reserved_bytes = torch.accelerator.memory_reserved(place)
-            limit_bytes = free_bytes + reserved_bytes - torch.accelerator.memory_allocated(place)
+            with suppress(RuntimeError):  # there is no such device: the other ranks wait
+                free_bytes, _ = torch.accelerator.get_memory_info(place)
+                kept_bytes = torch.accelerator.memory_reserved(place)
+                limit_bytes = free_bytes + kept_bytes - torch.accelerator.memory_allocated(place)
         # A rank without a limit reports this to the others, so they do not wait for it.
         mine = 1 if limit_bytes is None or limit_bytes < 0 else -limit_bytes
         self.limit_bytes = -self._highest(mine)

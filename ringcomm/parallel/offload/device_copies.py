@@ -5,6 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ringcomm.parallel.flat_collectives import current_stream_of
 from ringcomm.parallel.offload.transfers import empty_row
 
 
@@ -25,7 +26,7 @@ def host_copy(tensor: Tensor) -> tuple[Tensor, torch.Event | None]:
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
     stream = _stream_of(tensor.device)
     stream.wait_stream(torch.accelerator.current_stream(tensor.device))
-    with stream:
+    with current_stream_of(tensor.device, stream):
         copy.copy_(tensor, non_blocking=True)
     tensor.record_stream(stream)
     return copy, stream.record_event()
@@ -33,7 +34,7 @@ def host_copy(tensor: Tensor) -> tuple[Tensor, torch.Event | None]:
 
 def copy_back(tensor: Tensor, copy: Tensor) -> None:
     """Writes a tensor of an accelerator, in the order of host_copy()'s copies; see settle()."""
-    with _stream_of(tensor.device):
+    with current_stream_of(tensor.device, _stream_of(tensor.device)):
         tensor.copy_(copy, non_blocking=True)
 
 

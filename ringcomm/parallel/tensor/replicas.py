@@ -74,8 +74,7 @@ class _Check:
         if self._num_calls & (self._num_calls - 1):
             return
         device = next((param.device for param in module.parameters()), torch.device("cpu"))
-        module_of = torch.get_device_module(device)
-        if getattr(module_of, "is_current_stream_capturing", bool)():
+        if getattr(_module_of(device), "is_current_stream_capturing", bool)():
             return
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         inputs = [value for value in given if not value.is_floating_point()]
@@ -110,6 +109,10 @@ class _Check:
 
 
 def _states_on(device: torch.device) -> list[Tensor]:
-    if device.type == "cpu":
-        return [torch.get_rng_state()]
-    return [torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)]
+    module = _module_of(device)
+    return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state(device)])]
+
+
+def _module_of(device: torch.device) -> Any:
+    """torch's of an accelerator, such as torch.cuda; None of others."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)

@@ -111,6 +111,8 @@ def test_what_differs_between_the_ranks_is_refused(rank: int) -> None:
     rows = x.roll(rank, 0).requires_grad_().mul(1)
     with pytest.raises(ValueError, match=match), activations.partition(min_elems=0):
         rows.sin()
+    with pytest.raises(ValueError, match=match), activations.partition(min_elems=0):
+        rows.sin().sum().backward()  # before anything is gathered
     assert all(param.grad is None for param in model.parameters())
     # The same model in a checkpoint is right.
     expected = backward(model(x), model)

@@ -201,6 +201,58 @@ def test_what_the_backend_cannot_reduce_is_refused(
     assert tensor.tolist() == list(range(6))
 
 
+@in_emulated_ranks(2, kernels=False)
+def test_what_is_exact_in_any_order_goes_in_rank_order_too(rank: int) -> None:
+    group = group_with(deterministic="rank_order")
+    for dtype, op, expected in ((torch.float32, MAX, 1), (torch.int32, SUM, 1)):
+        tensor = torch.full((5,), rank, dtype=dtype, device=GPU)
+        dist.all_reduce(tensor, op, group=group)
+        assert tensor.tolist() == [expected] * 5
+
+
+@in_emulated_ranks(2, kernels=False)
+def test_a_refusal_comes_before_the_other_calls_of_its_batch(rank: int) -> None:
+    first = torch.full((5,), rank + 1.0, device=GPU)
+    second = torch.ones(5, dtype=torch.int16, device=GPU)
+
+    def both() -> None:
+        with dist._coalescing_manager():
+            dist.all_reduce(first)
+            dist.all_reduce(second)
+
+    with pytest.raises(ValueError, match="sum of int16"):
+        both()
+    assert first.tolist() == [rank + 1.0] * 5
+
+
+@in_emulated_ranks(2, kernels=False, fresh=True)
+def test_a_rank_alone_that_is_refused_is_a_difference_for_the_others(rank: int) -> None:
+    """They learn of it before a time-out."""
+    store = dist.distributed_c10d._get_default_store()
+    dtype = torch.float32 if rank else torch.int16
+
+    def until_it_raises() -> None:
+        while True:
+            dist.all_reduce(torch.ones(5, dtype=dtype, device=GPU))
+
+    with pytest.raises((ValueError, ringcomm.MismatchError), match="int16"):
+        until_it_raises()
+    store.set(f"told {rank}", "")
+    store.wait([f"told {1 - rank}"])
+
+
+def check_in_turns(rank: int) -> None:
+    tensor = torch.empty(1 << 18, dtype=torch.int32, device=GPU)
+    for turn in range(6):
+        tensor.fill_(rank + turn)
+        dist.all_reduce(tensor)
+        assert tensor.unique().tolist() == [1 + 2 * turn]
+
+
+def test_ranks_that_take_turns_stage_what_they_use_again() -> None:
+    run_on_gpus(2, check_in_turns, env=with_kernels() | {"RINGCOMM_EMULATOR_MPS": "0"})
+
+
 def test_what_carries_messages() -> None:
     assert run_on_gpus(2, carried, num_devices=2) == ["messages over emup2p"] * 2
 
