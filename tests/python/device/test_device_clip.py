@@ -18,7 +18,7 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 @in_emulated_ranks(2)
 def test_a_rank_without_gradients(rank: int) -> None:
     device = torch.device("emugpu", emugpu.current_device())
-    model = ColumnParallelLinear.from_linear(nn.Linear(4, 6, bias=False), dist.group.WORLD)
+    model = ColumnParallelLinear.from_linear(nn.Linear(4, 6, bias=False), group=dist.group.WORLD)
     model = model.to(device)
     for param in model.parameters():
         param.grad = torch.full_like(param, 2.0) if rank == 0 else None
