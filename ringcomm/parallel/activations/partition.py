@@ -197,8 +197,8 @@ class auto(partition):  # noqa: N801
         limit_bytes: the memory for checkpoints on a device; the smallest value of all ranks is
             used. None on an accelerator means the memory that is free now: make model and optimizer
             before. Subtract the other memory that a backward pass needs.
-        device: the device of the activations, without limit_bytes; None for the current
-            accelerator, or the CPU where there is none.
+        device: where limit_bytes is None, the device whose free memory is the limit; None for the
+            current accelerator, or the CPU where there is none.
         group, mesh, min_elems, arena: as partition()'s.
 
     Attributes:
