@@ -132,16 +132,21 @@ def all_gather_shards(
 @contextmanager
 def current_stream_of(device: torch.device, stream: torch.Stream) -> Iterator[None]:
     """Where a stream of a device is the current one; threads may use one stream at once."""
-    before = torch.accelerator.current_stream(device)
-    torch.accelerator.set_stream(stream)
+    before, index = (
+        torch.accelerator.current_stream(device),
+        torch.accelerator.current_device_index(),
+    )
+    torch.accelerator.set_stream(stream)  # which makes its device the current one
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(index)
 
 
 @cache
-def _stream_beside(device: torch.device) -> torch.Stream:
+def side_stream(device: torch.device, use: str) -> torch.Stream:
+    """The stream for one use of a device, beside the program's streams."""
     return torch.Stream(device)
 
 
@@ -161,7 +166,7 @@ class InFlight:
         if device.type == "cpu":
             call()
             return
-        stream = _stream_beside(device)
+        stream = side_stream(device, "reductions")
         stream.wait_stream(torch.accelerator.current_stream(device))
         self._buffers[device] = buffer
         with current_stream_of(device, stream):
@@ -174,7 +179,8 @@ class InFlight:
 
     def _settle(self, device: torch.device) -> None:
         if self._buffers.pop(device, None) is not None:
-            torch.accelerator.current_stream(device).wait_stream(_stream_beside(device))
+            stream = side_stream(device, "reductions")
+            torch.accelerator.current_stream(device).wait_stream(stream)
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -152,6 +152,12 @@ def _units_of_params(
     return found
 
 
+def device_of_model(params: Iterable[Tensor]) -> torch.device:
+    """The device of weights; of those on the meta device torch's default one, or the CPU."""
+    devices = (next(iter(params)).device, torch.get_default_device(), torch.device("cpu"))
+    return next(device for device in devices if device.type != "meta")
+
+
 def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.device) -> None:
     """Allocates and initializes those of a module's parameters that are on the meta device.
 

@@ -1,17 +1,17 @@
-"""Copies between a device and the host on a stream of their own, beside the device's kernels."""
+"""Copies between a device and the host on streams of their own, beside the device's kernels."""
 
-from functools import cache
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.flat_collectives import current_stream_of
+from ringcomm.parallel.flat_collectives import current_stream_of, side_stream
 from ringcomm.parallel.offload.transfers import empty_row
 
-
-@cache
-def _stream_of(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
+_copies = partial(side_stream, use="copies")  # down, and up again
+_ALIGNMENT = 512  # as of torch's allocators
 
 
 def host_copy(tensor: Tensor) -> tuple[Tensor, torch.Event | None]:
@@ -24,20 +24,75 @@ def host_copy(tensor: Tensor) -> tuple[Tensor, torch.Event | None]:
     if tensor.device.type == "cpu":
         return empty_row(tensor.numel(), tensor.dtype).copy_(tensor), None
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    stream = _stream_of(tensor.device)
+    return copy, copy_down(tensor, copy)
+
+
+def copy_down(tensor: Tensor, target: Tensor) -> torch.Event:
+    """Copies from an accelerator to pinned memory, after what the current stream has."""
+    stream = _copies(tensor.device)
     stream.wait_stream(torch.accelerator.current_stream(tensor.device))
     with current_stream_of(tensor.device, stream):
-        copy.copy_(tensor, non_blocking=True)
+        target.copy_(tensor, non_blocking=True)
     tensor.record_stream(stream)
-    return copy, stream.record_event()
+    return stream.record_event()
 
 
 def copy_back(tensor: Tensor, copy: Tensor) -> None:
     """Writes a tensor of an accelerator, in the order of host_copy()'s copies; see settle()."""
-    with current_stream_of(tensor.device, _stream_of(tensor.device)):
+    with current_stream_of(tensor.device, _copies(tensor.device)):
         tensor.copy_(copy, non_blocking=True)
 
 
 def settle(device: torch.device) -> None:
     """The current stream waits for all copies."""
-    torch.accelerator.current_stream(device).wait_stream(_stream_of(device))
+    torch.accelerator.current_stream(device).wait_stream(_copies(device))
+
+
+class Upload:
+    """Memory of an accelerator for copies of tensors in pinned memory."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device, self._stream = device, side_stream(device, "uploads")
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Kernels that use the memory's former contents may be waiting.
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        self._used: torch.Event | None = None
+        self._copied: torch.Event | None = None
+
+    def start(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Starts copies, which are made after the last use of the former ones."""
+        if self._used is not None:
+            self._stream.wait_event(self._used)
+        found = []
+        for tensor, begin in zip(tensors, _begins(tensors), strict=False):
+            row = self._memory[begin : begin + tensor.nbytes]
+            found.append(row.view(tensor.dtype).view(tensor.shape))
+        with current_stream_of(self._device, self._stream):
+            for copy, tensor in zip(found, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+        self._copied = self._stream.record_event()
+        return found
+
+    def begin_use(self) -> None:
+        """The current stream waits for the copies."""
+        if self._copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._copied)
+
+    def end_use(self) -> None:
+        """What the current stream has is the last use of the copies."""
+        self._used = torch.accelerator.current_stream(self._device).record_event()
+
+    def wait(self) -> None:
+        """The host waits for the copies: their sources may be written again."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def bytes_for(tensors: Sequence[Tensor]) -> int:
+    """What an Upload of these tensors needs."""
+    return _begins(tensors)[-1]
+
+
+def _begins(tensors: Sequence[Tensor]) -> list[int]:
+    sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+    return [*accumulate(sizes, initial=0)]

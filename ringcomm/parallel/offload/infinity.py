@@ -21,12 +21,15 @@ from ringcomm.parallel.gradient_placeholder import (
     progress,
 )
 from ringcomm.parallel.model.cut import note_trainer
+from ringcomm.parallel.model.units import device_of_model
 from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.weight_shards import WeightShards
 from ringcomm.parallel.zero.inner import Given, Grads, Inner, InnerSteps
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
+
+_CPU = torch.device("cpu")
 
 
 class _StoredSteps(InnerSteps):
@@ -75,22 +78,24 @@ class ZeroInfinity(ZeroOptimizer):
     """
 
     _inner_class = _StoredSteps
+    _grad_device = _CPU
     inner: _StoredSteps
 
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per unit."""
         optimizer, group = given.optimizers[0].optimizer, given.group
+        device = device_of_model(given.model.weights)
         experts = [*expert_parallel_modules(given.model.module).values()]
         for each in (group, *filter(None, (layer.replica_group for layer in experts))):
-            if not takes_uneven(each, torch.device("cpu")):
-                raise ValueError("offload_weights needs groups of backend ringcomm, of experts too")
-        device = next(iter(given.model.weights)).device
-        if device.type not in ("cpu", "meta"):
-            raise ValueError(f"offload_weights needs a model on the CPU, got one on {device}")
+            if not (takes_uneven(each, _CPU) and takes_uneven(each, device)):
+                where = f"CPUs and {device.type}" if device != _CPU else "CPUs"
+                raise ValueError(
+                    f"offload_weights needs groups of backend ringcomm for {where}, of experts too"
+                )
         super().__init__(given)
         self._tier = make_tier(optimizer.to, optimizer.path)
-        self._shard_store = ShardStore(self._tier)
-        self._weights = WeightShards(given.model, group, given.units, self._shard_store)
+        self._shard_store = ShardStore(self._tier, device)
+        self._weights = WeightShards(given.model, group, given.units, self._shard_store, device)
         unit_of = self._weights.unit_of
         self._own = {param: unit_of(param).shards[param] for param in self.all_params()}
         inner = self.inner
@@ -186,6 +191,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
+        self._shard_store.settle()
         return list(self._shard_store.small_grads.values())
 
     # ---- the update
@@ -207,8 +213,8 @@ class ZeroInfinity(ZeroOptimizer):
         self._forget_gradients()
         vars(self).pop("_hooks", None)  # which take gradients as long as they live
         note_trainer(self.all_params(), None)
-        self._shard_store.forget_ahead()
         self._weights.close()
+        self._shard_store.settle()
         self._tier.close()
 
     def part_of(self, param: Any) -> Tensor:

@@ -69,7 +69,9 @@ class ShardedUnit:
         module: the module whose forward needs them.
         params: dense, on one device; equal in shapes and dtypes on all ranks of the group.
         group: the ranks that have pieces, of backend ringcomm.
-        shards: this rank's piece of each parameter, of one dimension; empty while in the store.
+        device: the parameters'.
+        shards: this rank's piece of each parameter, of one dimension, in host memory; those in the
+            store are empty.
         large: the parameters that are sent separately, whose pieces are in the store.
         packed_row: this rank's pieces of the others, concatenated as bytes.
         is_full: whether the parameters are gathered.
@@ -83,7 +85,7 @@ class ShardedUnit:
         shard_store: Any,
     ) -> None:
         self.module, self.params, self.group = module, list(params), group
-        self.is_full = True
+        self.device, self.is_full = params[0].device, True
         self._flats = {param: _own_memory(param) for param in params}
         self._classes = {param: type(param) for param in params}
         packed = [param for param in params if param.nbytes < PACKED_BYTES]
@@ -97,17 +99,22 @@ class ShardedUnit:
         self._row_bytes = [sum(target.numel() for target in row) for row in self._targets]
         rank = group.rank()
         self.packed_row = torch.zeros(
-            self._row_bytes[rank], dtype=torch.uint8, device=params[0].device
+            self._row_bytes[rank],
+            dtype=torch.uint8,
+            device="cpu",
+            pin_memory=self.device.type != "cpu",
         )
         pieces = _split(self.packed_row, self._targets[rank])
         self.shards = {p: piece.view(p.dtype) for p, piece in zip(packed, pieces, strict=True)}
         self.large = [param for param in params if param not in self.shards]
-        for param in params:
-            piece = self._piece(param, rank)
-            self.shards.setdefault(param, torch.empty_like(piece)).copy_(piece)
+        for param, shard in self.shards.items():
+            shard.copy_(self._piece(param, rank))
+        for param in self.large:
+            self.shards[param] = torch.empty(0, dtype=param.dtype, device="cpu")
         self._shard_store = shard_store
+        values = {self.shards[param]: self._piece(param, rank) for param in self.large}
+        shard_store.keep(values, self.packed_row)
         self.free()
-        shard_store.keep(self.shards[param] for param in self.large)
 
     def _piece(self, param: Tensor, rank: int) -> Tensor:
         """A rank's elements of the gathered weight."""
@@ -127,6 +134,7 @@ class ShardedUnit:
 
     def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
         """Replaces this rank's piece; not while the weight is gathered."""
+        self._shard_store.settle()
         piece = self.shards[param]
         is_away = self.is_away(param)
         with (
@@ -146,8 +154,8 @@ class ShardedUnit:
             param.__class__ = self._classes[param]
         self.is_full = True
         try:
-            with self._shard_store.in_memory(self):
-                self._exchange()
+            with self._shard_store.in_memory(self) as inputs:
+                self._exchange(inputs)
         except BaseException:
             self.free()
             raise
@@ -159,17 +167,17 @@ class ShardedUnit:
             param.__class__ = FreedWeight
         self.is_full = False
 
-    def _exchange(self) -> None:
-        """One call for the packed pieces and the large ones, which are received in place."""
-        rows = self.packed_row.new_empty(sum(self._row_bytes))
+    def _exchange(self, inputs: list[Tensor]) -> None:
+        """One call for the large pieces, which are received in place, and then the packed ones."""
+        rows = torch.empty(sum(self._row_bytes), dtype=torch.uint8, device=self.device)
         world_size = self.group.size()
-        inputs = [self.shards[param] for param in self.large]
         outputs = [
             self._flats[param].split(shard_sizes(param.numel(), world_size)) for param in self.large
         ]
         if rows.numel():
-            inputs.append(self.packed_row)
             outputs.append(rows.split(self._row_bytes))
+        else:
+            inputs = inputs[:-1]
         if inputs:
             options = torch_names.AllgatherOptions()
             options.asyncOp = False

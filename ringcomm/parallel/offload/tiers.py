@@ -37,13 +37,18 @@ class Tier:
 
     keeps_memory = True  # a row is in the same memory every time
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_pinned: bool = False) -> None:
         self._rows: dict[str, Tensor] = {}
+        self._is_pinned = is_pinned
+
+    def pinned(self) -> "Tier":
+        """Another tier in the same place, whose rows are in pinned memory while they are used."""
+        return Tier(is_pinned=True)
 
     def new(self, key: str, num_elems: int, dtype: torch.dtype) -> RowHandle:
         """A row to be fully written, which replaces an old one: its values are undefined."""
         if key not in self._rows:
-            self._rows[key] = empty_row(num_elems, dtype)
+            self._rows[key] = empty_row(num_elems, dtype, is_pinned=self._is_pinned)
         return self.fetch(key)
 
     def fetch(self, key: str) -> RowHandle:
@@ -81,8 +86,12 @@ class FileTier(Tier):
 
     keeps_memory = False
 
-    def __init__(self, store: FileStore) -> None:
-        self.store, self._pool = store, BufferPool()
+    def __init__(self, store: FileStore, *, is_pinned: bool = False) -> None:
+        self.store, self._pool = store, BufferPool(is_pinned=is_pinned)
+
+    def pinned(self) -> "FileTier":
+        """See Tier."""
+        return FileTier(self.store, is_pinned=True)
 
     def new(self, key: str, num_elems: int, dtype: torch.dtype) -> RowHandle:
         """See Tier."""

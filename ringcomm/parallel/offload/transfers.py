@@ -64,10 +64,16 @@ def empty_aligned(num_bytes: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def empty_row(num_elems: int, dtype: torch.dtype) -> Tensor:
-    """A one-dimensional tensor in such memory."""
+def empty_row(num_elems: int, dtype: torch.dtype, *, is_pinned: bool = False) -> Tensor:
+    """A one-dimensional tensor in such memory; or in pinned memory, by torch's allocator for it."""
     num_bytes = num_elems * dtype.itemsize
-    return empty_aligned(num_bytes)[:num_bytes].view(dtype)
+    if is_pinned:
+        with_edge = aligned_size(num_bytes) + _ALIGNMENT
+        memory = torch.empty(with_edge, dtype=torch.uint8, device="cpu", pin_memory=True)
+        memory = memory[-memory.data_ptr() % _ALIGNMENT :]
+    else:
+        memory = empty_aligned(num_bytes)
+    return memory[:num_bytes].view(dtype)
 
 
 def is_aligned(tensor: Tensor) -> bool:
@@ -300,7 +306,8 @@ class BufferPool:
     together have at most four times the bytes of the largest, or 1 MiB.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_pinned: bool = False) -> None:
+        self._is_pinned = is_pinned
         # By bytes, the size that was used last at the end; of a size the first to be free first.
         self._idle: dict[int, deque[tuple[Transfer | None, Tensor]]] = {}
 
@@ -313,13 +320,14 @@ class BufferPool:
         idle = self._idle.get(aligned_size(num_bytes), deque())
         is_free = bool(idle) and (idle[0][0] is None or idle[0][0].handle.is_done())
         if not is_free and len(idle) < _MAX_IDLE:
-            return empty_row(num_elems, dtype)
+            return empty_row(num_elems, dtype, is_pinned=self._is_pinned)
         return _oldest(idle)[:num_bytes].view(dtype)
 
     def give(self, buffer: Tensor, transfer: Transfer | None) -> None:
         """Returns a buffer, which is free when the transfer ends. Raises OSError: see take()."""
-        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(buffer.untyped_storage())
-        size = aligned_size(buffer.nbytes)
+        size, begin = aligned_size(buffer.nbytes), buffer.storage_offset() * buffer.element_size()
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+        whole.set_(buffer.untyped_storage(), begin, (size,), (1,))
         idle = self._idle[size] = self._idle.pop(size, deque())
         idle.append((transfer, whole))
         while len(idle) > _MAX_IDLE:

@@ -42,8 +42,8 @@ class WeightShards:
     If a unit returns them, its output has copies. Gradients of gradients (create_graph=True) raise.
 
     Arguments are checked, and the group is of backend ringcomm. A model on the meta device is
-    materialized unit by unit. Frozen parameters are sharded too; buffers are not. Raises
-    RuntimeError if a part of the model is compiled, as a compiled forward does.
+    materialized unit by unit on `device`. Frozen parameters are sharded too; buffers are not.
+    Raises RuntimeError if a part of the model is compiled, as a compiled forward does.
 
     Attributes:
         group: as given.
@@ -59,6 +59,7 @@ class WeightShards:
         group: dist.ProcessGroup,
         units: Iterable[nn.Module] | None,
         shard_store: ShardStore,
+        device: torch.device,
     ) -> None:
         self.group, model = group, described.module
         refuse_compile(model)
@@ -68,11 +69,11 @@ class WeightShards:
         self.units: list[ShardedUnit] = []
         alone: Any = None
         for module, params in found:
-            materialize(module, params, torch.device("cpu"))
+            materialize(module, params, device)
             start_equal_over_data(described, [self.group], params)
             ranks = data_group_of(module, self.group) or alone or (alone := new_group_alone())
             self.units.append(ShardedUnit(module, params, ranks, shard_store))
-        materialize(model, (), torch.device("cpu"))  # modules with only buffers
+        materialize(model, (), device)  # modules with only buffers
         start_equal_over_data(describe(model), [self.group], model.buffers())
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)

@@ -112,7 +112,10 @@ def shard(
         offload_weights: at stage 3 keep weights and gradients in the same tier as the states
             (ZeRO-Infinity). All optimizers are ringcomm.parallel.offload.Offloaded, with equal
             `to` and `path`. Of full matrices that it updates, a rank has one at a time in memory.
-            The model must be on the CPU or the meta device; 16-bit weights get float32 masters.
+            16-bit weights get float32 masters. A model on an accelerator computes there, with the
+            gathered weights of one unit; what its ranks keep is in pinned host memory, and the
+            host updates it. A model on the meta device is made on torch's default device. The
+            group needs backend ringcomm for CPUs and for the model's device.
             Files end with the process: save by ringcomm.parallel.get_state_dict() and
             torch.distributed.checkpoint. All ranks must use the same weights in each backward
             pass; otherwise all raise.

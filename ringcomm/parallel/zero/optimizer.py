@@ -38,6 +38,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     _inner_class = InnerSteps
+    _grad_device: torch.device | None = None  # of _shards(); default: that of the weights
     kept_states: dict[Any, dict[str, Any]]  # `state`, but for those that are offloaded
 
     def __init__(self, given: Given) -> None:
@@ -321,7 +322,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _look(self) -> float:
         """The norm of all gradients, reduced, without the loss scale. Collective."""
         self._reduce()
-        norm = norm_of_shards(self._axes, self._shards(), self.all_params()[0].device)
+        device = self._grad_device or self.all_params()[0].device
+        norm = norm_of_shards(self._axes, self._shards(), device)
         return norm / self._grad_scale
 
     def _refuse_not_finite(self, norm: float) -> None:

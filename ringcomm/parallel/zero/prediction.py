@@ -13,8 +13,9 @@ from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import describe
-from ringcomm.parallel.model.units import fsdp_units, params_of_units
+from ringcomm.parallel.model.units import device_of_model, fsdp_units, params_of_units
 from ringcomm.parallel.offload.optimizers import Offloaded
+from ringcomm.parallel.offload.shard_store import MAX_COMING_BYTES
 from ringcomm.parallel.offload.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, state_elems
 from ringcomm.parallel.optimizer_kinds import needs_whole
@@ -34,7 +35,9 @@ class Memory(NamedTuple):
             it is reduced; of all with sharded experts. At stage 3 the largest unit's gathered
             weights and gradients, including those in `reduce_dtype`. With offload_weights the
             gathered weights of the model itself and of the largest unit, this unit's shards twice,
-            and the largest gradient. The buffers of the update come later and are not included.
+            and the largest gradient; on an accelerator also shards of gradients on their way to
+            the host, which then has `parameters` and `gradients`. The buffers of the update come
+            later and are not included.
     """
 
     parameters: int
@@ -317,7 +320,7 @@ def _with_experts(unit: nn.Module, by_unit: Mapping[nn.Module, Memory]) -> int:
 def _of_infinity(
     ranks: _Ranks, units: list[tuple[nn.Module, list[nn.Parameter]]], model: nn.Module
 ) -> Memory:
-    resident = gradients = 0
+    resident = gradients = coming = largest_grad = 0
     wholes, extras = dict[nn.Module, int](), dict[nn.Module, int]()  # gathered, and besides
     for module, params in units:
         shards = largest = 0
@@ -325,15 +328,19 @@ def _of_infinity(
             mine = ranks.shard(param)
             is_cast = ranks.options.grad_dtype != param.dtype
             largest = max(largest, param.nbytes + is_cast * ranks.grad_itemsize * param.numel())
+            grad = ranks.grad_itemsize * mine if param.requires_grad else 0
+            coming, largest_grad = coming + grad, max(largest_grad, grad)
             if param.nbytes >= PACKED_BYTES:
                 shards += mine * param.element_size()
             else:
                 resident += mine * param.element_size()
-                gradients += ranks.grad_itemsize * mine if param.requires_grad else 0
+                gradients += grad
         wholes[module], extras[module] = sum(p.nbytes for p in params), 2 * shards + largest
     peaks = []
     for module, extra in extras.items():
         inside = {*expert_parallel_modules(module).values()} & extras.keys() - {module}
         most = max([extra, *(wholes[m] + extras[m] for m in inside)])
         peaks.append((module is not model) * wholes[module] + most)
-    return Memory(resident, gradients, 0, wholes.get(model, 0) + max(peaks))
+    is_on_device = device_of_model(model.parameters()).type != "cpu"
+    on_way = min(coming, max(largest_grad, MAX_COMING_BYTES)) if is_on_device else 0
+    return Memory(resident, gradients, 0, wholes.get(model, 0) + max(peaks) + on_way)

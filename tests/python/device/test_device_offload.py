@@ -47,3 +47,13 @@ def test_steps_have_the_bits_of_the_host(rank: int, dtype: torch.dtype, is_in_fi
         states = [o.state[p] for o, p in zip(optimizers, (param, other), strict=True)]
         for key, value in states[0].items():
             assert torch.equal(states[1][key].cpu(), value)
+
+
+@in_emulated_ranks(1, backend=None, num_devices=2)
+def test_a_step_on_another_device_leaves_the_current_one(rank: int) -> None:
+    param = nn.Parameter(torch.ones(70, device="emugpu:1"))
+    optimizer = offload.Offloaded(torch.optim.AdamW([param], 0.1), chunk_elems=64)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.accelerator.current_device_index() == 0
+    assert param.tolist() == pytest.approx([0.899] * 70)

@@ -184,6 +184,10 @@ SYSTEMS: dict[str, tuple[Any, dict[str, int]]] = {
     "offload": (shard("offload"), {}),
     "offload, bf16": (shard("offload", torch.bfloat16), {}),
     "zero 2, host": (shard("zero 2, host"), {}),
+    **{
+        f"infinity, {dtype}": (shard("infinity", dtype), {})
+        for dtype in (torch.float32, torch.bfloat16)
+    },
     "data parallel": (on_mesh("Llama", {"dp": 2}), OF_TRANSFORMERS),
     "fsdp": (on_mesh("Llama", {"dp": 1, "fsdp": 2}), OF_TRANSFORMERS),
     "tensor parallel": (on_mesh("Llama", {"tp": 2}), OF_TRANSFORMERS),

@@ -12,7 +12,8 @@ from emulated_gpu import in_emulated_ranks
 from rows import Blocks, sgd
 from torch import Tensor
 
-from ringcomm.parallel import flat_collectives, zero
+from ringcomm.parallel import zero
+from ringcomm.parallel.flat_collectives import side_stream
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
@@ -37,7 +38,7 @@ def test_the_backward_pass_goes_on_while_a_bucket_is_reduced(rank: int) -> None:
     model(batch(rank, device)).square().mean().backward()  # makes the stream
     optimizer.step()
     emugpu.synchronize()
-    side = flat_collectives._stream_beside(device)
+    side = side_stream(device, "reductions")
     passed: list[bool] = []
 
     def look(_: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from full_states import full_state, full_weights, load_parts, save_parts
 from oracle import all_equal
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks, place, run_ranks
 from steps import train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -59,12 +59,12 @@ ODD = {"is_tied": True, "is_frozen": True}  # over units
 )
 @in_ranks()
 def test_steps_are_those_of_one_process(
-    rank: int, world_size: int, case: Any, tmp_path: Path
+    rank: int, device: str, world_size: int, case: Any, tmp_path: Path
 ) -> None:
     kind, to, options, num_micro_batches, model_options = case
-    model = Net(width=WIDTH, **model_options)
+    model = Net(width=WIDTH, **model_options).to(place(device, rank))
     if model_options:
-        model.nothing = nn.ParameterList([torch.ones(0)])
+        model.nothing = nn.ParameterList([torch.ones(0, device=place(device, rank))])
     own = make_optimizer(model, kind, chunk_elems=10_000, **place_of(to, tmp_path))
     optimizer = infinity(model, own, **options)
     train(model, optimizer, rank, world_size, num_micro_batches=num_micro_batches)
