@@ -160,7 +160,8 @@ py::dict counts_of(const Stats& stats) {
     if (counts.num_calls == 0) continue;
     result[py::make_tuple(name_of(op), name_of(algorithm))] =
         py::dict("num_calls"_a = counts.num_calls, "sent_bytes"_a = counts.sent_bytes,
-                 "copied_bytes"_a = counts.copied_bytes);
+                 "copied_bytes"_a = counts.copied_bytes, "num_in_place"_a = counts.num_in_place,
+                 "num_staged"_a = counts.num_staged);
   }
   return result;
 }

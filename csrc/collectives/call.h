@@ -231,6 +231,9 @@ struct Traffic {
   std::uint64_t copied_bytes = 0;
   Algorithm algorithm = Algorithm::kDirect;  ///< the algorithm that ran; the location of buffers
                                              ///< may allow a better one than planned
+  /// Of GPU tensors: 1 if peers could use this rank's buffers where they are, or if they could not
+  /// and the call is long enough for it. Then it is staged.
+  std::uint64_t num_in_place = 0, num_staged = 0;
 };
 
 /// Counters of one rank, by collective and algorithm. May be read while other threads count.
@@ -241,6 +244,8 @@ class Stats {
     Number num_calls = 0;
     Number sent_bytes = 0;  ///< as in Traffic
     Number copied_bytes = 0;
+    Number num_in_place = 0;
+    Number num_staged = 0;
   };
   using Counts = CountsOf<std::uint64_t>;
 
@@ -252,12 +257,14 @@ class Stats {
       cell.num_calls.fetch_add(1, std::memory_order_relaxed);
       cell.sent_bytes.fetch_add(traffic.sent_bytes, std::memory_order_relaxed);
       cell.copied_bytes.fetch_add(traffic.copied_bytes, std::memory_order_relaxed);
+      cell.num_in_place.fetch_add(traffic.num_in_place, std::memory_order_relaxed);
+      cell.num_staged.fetch_add(traffic.num_staged, std::memory_order_relaxed);
     }
   }
 
   Counts counts(OpKind op, Algorithm algorithm) const {
     const auto& cell = cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
-    return {cell.num_calls, cell.sent_bytes, cell.copied_bytes};
+    return {cell.num_calls, cell.sent_bytes, cell.copied_bytes, cell.num_in_place, cell.num_staged};
   }
 
   static Stats& process_wide() {

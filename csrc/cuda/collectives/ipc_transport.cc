@@ -118,7 +118,9 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
   const HeaderWords words = compared_words(call, communicator_.world_size());
   PlannedCall& planned = plan_call(call, words);
   follow_peers();
-  allocations_.find_buffers(call, planned.plan, num_calls_++, planned.call);
+  Traffic traffic = planned.plan.traffic;
+  if (allocations_.find_buffers(call, planned.plan, num_calls_++, planned.call))
+    ++(planned.call.lends == Lends::kYes ? traffic.num_in_place : traffic.num_staged);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
@@ -136,7 +138,7 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
   collectives_.remember(last_end_, place);
   if (place.capture == 0) running_.remember(this, RunningKernels::kCollective, last_end_);
   watch_.record_launch();
-  return planned.plan.traffic;
+  return traffic;
 }
 
 // Replays are not counted, and another rank may make the same calls eagerly.

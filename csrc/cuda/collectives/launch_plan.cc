@@ -371,12 +371,12 @@ bool is_short(const Collective& call, const LaunchPlan& plan, const KernelCall& 
 
 }  // namespace
 
-void find_lent_buffers(const Collective& call, const LaunchPlan& plan, const PlaceOf& place_of,
+bool find_lent_buffers(const Collective& call, const LaunchPlan& plan, const PlaceOf& place_of,
                        KernelCall& kernel_call) {
   std::fill(std::begin(kernel_call.lent_inputs), std::end(kernel_call.lent_inputs), 0);
   kernel_call.lent_output = 0;
   kernel_call.lends = Lends::kNo;
-  if (!plan.can_lend || is_short(call, plan, kernel_call)) return;
+  if (!plan.can_lend || is_short(call, plan, kernel_call)) return false;
   bool has_any = false;
   Buffer last{nullptr, 0};
   std::uint64_t place = 0;
@@ -388,16 +388,17 @@ void find_lent_buffers(const Collective& call, const LaunchPlan& plan, const Pla
       place = is_written(call, kernel_call, input) ? 0 : place_of(input.data, input.num_bytes);
       last = input;
     }
-    if (place == 0) return;
+    if (place == 0) return true;
     kernel_call.lent_inputs[rank] = place;
     has_any = true;
   }
   if (has_any && gathers(call.op)) {
     kernel_call.lent_output =
         place_of(kernel_call.outputs[0], call.num_elems * call.output_element_bytes());
-    if (kernel_call.lent_output == 0) return;
+    if (kernel_call.lent_output == 0) return true;
   }
   kernel_call.lends = has_any ? Lends::kYes : Lends::kNothing;
+  return has_any;
 }
 
 // ---- messages

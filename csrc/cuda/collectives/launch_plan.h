@@ -52,8 +52,8 @@ using PlaceOf = std::function<std::uint64_t(const std::byte* data, std::size_t n
 /// Tells the kernel of a planned call which of this rank's buffers its peers can access: input and
 /// output of an all_reduce and a fused update, the data for other ranks of every other call. A rank
 /// lends all of these or none: none that its own kernel writes while peers would read it, and none
-/// in calls so short that staging needs one round and lending two.
-void find_lent_buffers(const Collective& call, const LaunchPlan& plan, const PlaceOf& place_of,
+/// in calls so short that staging needs one round and lending two; returns false for these.
+bool find_lent_buffers(const Collective& call, const LaunchPlan& plan, const PlaceOf& place_of,
                        KernelCall& kernel_call);
 
 /// An optimizer step on this rank's arrays, without communication. Sets all of `kernel_call`.

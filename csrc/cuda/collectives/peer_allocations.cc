@@ -55,21 +55,24 @@ PeerAllocations::~PeerAllocations() {
 
 // ---- this rank's allocations
 
-void PeerAllocations::find_buffers(const Collective& call, const LaunchPlan& plan,
+bool PeerAllocations::find_buffers(const Collective& call, const LaunchPlan& plan,
                                    std::uint64_t number, KernelCall& kernel_call) {
   const std::lock_guard lock(mutex_);
   // Ranks that take turns meet between the steps of a call, and no kernel waits for another's.
   const bool maps = !group_.takes_turns() && (group_.maps_tensors() || !own_.empty());
-  find_lent_buffers(
+  bool is_long = true;
+  const bool can_lend = find_lent_buffers(
       call, plan,
       [&](const std::byte* data, std::size_t num_bytes) {
-        return maps && num_bytes >= kMinMappedBytes ? place_of(data, num_bytes, number) : 0;
+        is_long = is_long && num_bytes >= kMinMappedBytes;
+        return maps && is_long ? place_of(data, num_bytes, number) : 0;
       },
       kernel_call);
   kernel_call.lent.bases =
       bases_ != nullptr ? reinterpret_cast<std::byte* const*>(bases_->data()) : nullptr;
   // A graph's kernel may meet one of a peer that lends by then: without bases it takes nothing.
   if (bases_ == nullptr) kernel_call.lends = Lends::kNo;
+  return can_lend && is_long;
 }
 
 bool PeerAllocations::map_now(const std::byte* data, std::size_t num_bytes, std::uint64_t number) {

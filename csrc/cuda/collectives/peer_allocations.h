@@ -29,8 +29,9 @@ class PeerAllocations {
   ~PeerAllocations();
 
   /// Tells the kernel of a planned call, which is about to be launched, which of its buffers peers
-  /// can use where they are. `number`: of the call among the group's.
-  void find_buffers(const Collective& call, const LaunchPlan& plan, std::uint64_t number,
+  /// can use where they are. `number`: of the call among the group's. False: it is too short for
+  /// it.
+  bool find_buffers(const Collective& call, const LaunchPlan& plan, std::uint64_t number,
                     KernelCall& kernel_call);
   /// Collective: maps a buffer of each rank before its first call. Returns whether all ranks can
   /// use those of all. Throws Error if a rank does not arrive.

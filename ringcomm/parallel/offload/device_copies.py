@@ -70,6 +70,7 @@ class Upload:
         with current_stream_of(self._device, self._stream):
             for copy, tensor in zip(found, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
+        self._memory.record_stream(self._stream)
         self._copied = self._stream.record_event()
         return found
 

@@ -214,7 +214,7 @@ class ZeroInfinity(ZeroOptimizer):
         vars(self).pop("_hooks", None)  # which take gradients as long as they live
         note_trainer(self.all_params(), None)
         self._weights.close()
-        self._shard_store.settle()
+        self._shard_store.close()
         self._tier.close()
 
     def part_of(self, param: Any) -> Tensor:

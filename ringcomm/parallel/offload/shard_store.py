@@ -154,6 +154,12 @@ class ShardStore(Operands):
             fetched.release()
         self._receive()
 
+    def close(self) -> None:
+        """Releases everything but the states of the update."""
+        self.settle()
+        self._uploads.clear()
+        self._tier.close()
+
     def _fetch(self, unit: ShardedUnit) -> _Fetched:
         keys = [self._weight_key(unit.shards[param]) for param in unit.large]
         return _Fetched(unit, [self._tier.fetch(key) for key in keys], self._tier)

@@ -96,13 +96,25 @@ def check_sums(tensor: Tensor, num: int = FEW_CALLS, first: int = 0, group: Any 
         check_sum(tensor, first + turn, group)
 
 
+def long_calls() -> tuple[int, int]:
+    """The all_reduces on the device so far that used this rank's buffers in place, and others."""
+    counts = [each for (name, _), each in ringcomm.stats().items() if name == "all_reduce"]
+    in_place, staged = (sum(each[key] for each in counts) for key in ("num_in_place", "num_staged"))
+    return in_place, staged
+
+
 def check_in_place(rank: int) -> None:
     world_size = dist.get_world_size()
     tensor = new_tensor()
     check_sum(tensor)
     assert num_mapped() == 0
+    assert long_calls() == (0, 1)
     check_sums(tensor)
     assert num_mapped() == world_size - 1
+    in_place, staged = long_calls()
+    assert in_place > 0
+    assert in_place + staged == 1 + FEW_CALLS
+    dist.all_reduce(torch.ones(10, device=GPU))  # is too short
     # Its share of the sums, from every peer.
     least = (world_size - 1) * NUM_BYTES // world_size
     assert least <= bytes_read_of_peers(tensor) <= 1.1 * least + (1 << 20)
@@ -110,6 +122,7 @@ def check_in_place(rank: int) -> None:
     for turn in range(3):
         check_sum(tensor[1 + rank : NUM_ELEMS // 2 + rank], turn)
     assert num_mapped() == world_size - 1
+    assert long_calls() == (in_place + 3, staged)
 
 
 def check_moves(rank: int) -> None:
@@ -271,6 +284,8 @@ def check_staged(rank: int) -> None:
     tensor = new_tensor()
     check_sums(tensor, 2 * FEW_CALLS)
     assert bytes_read_of_peers(tensor) == 0
+    if os.environ.get("RINGCOMM_EMULATOR_IPC") == "0":
+        assert long_calls() == (0, 2 * FEW_CALLS)
 
 
 @in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}, fresh=True)
