@@ -1,7 +1,8 @@
 """A weight's gradient when it arrives: a tensor, or the factors from a layer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,13 +40,18 @@ class Gradient:
         """The gradient as a tensor, in `dtype` if computed here; default: the weight's dtype."""
         return self.parts[0]
 
-    def square_sum(self) -> Tensor:
-        """The sum of its squares, float64, shape ()."""
-        return _square_sum(self.parts[0])
+    def norms(self) -> list[Tensor]:
+        """2-norms of shape (), whose squares add up to the square of its own."""
+        return [_norm(self.parts[0])]
+
+    def extremes(self) -> list[Tensor]:
+        """The least and largest elements, shape (); NaN where there is one."""
+        parts = (part for part in self.parts if part.is_floating_point() and part.numel())
+        return [extreme for part in parts for extreme in torch.aminmax(part)]
 
     def is_finite(self) -> Tensor:
         """Whether its parts have neither Inf nor NaN, bool, shape ()."""
-        return torch.stack([_is_finite(p) for p in self.parts if p.is_floating_point()]).all()
+        return _stacked(self.extremes(), self.parts[0].device).isfinite().all()
 
 
 class LinearGradient(Gradient):
@@ -63,20 +69,23 @@ class LinearGradient(Gradient):
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The product. In float32 it is never rounded to less."""
-        x, grad_out = self.x, self.grad_out.t()
-        if dtype is None or dtype == x.dtype:
-            return (grad_out @ x).to(self._dtype if dtype is None else dtype)
-        if x.is_cuda:  # torch has it for CUDA alone
-            return torch.mm(grad_out, x, out_dtype=dtype)
-        return grad_out.to(dtype) @ x.to(dtype)
+        if dtype is None or dtype == self.x.dtype:
+            product = self.grad_out.t() @ self.x
+            return product.to(self._dtype if dtype is None else dtype)
+        x, grad_out = self._factors(dtype)
+        return _product(grad_out.t(), x, dtype)
 
-    def square_sum(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Materializes only blocks of the product, in `dtype`."""
-        x = self.x.to(dtype)
-        total = torch.zeros([], dtype=torch.float64, device=x.device)
-        for columns in _blocks(self.grad_out.shape[1], x.shape[1]):
-            total += _square_sum(self.grad_out[:, columns].to(dtype).t() @ x)
-        return total
+    def norms(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """Of blocks of the product in `dtype`, which are in memory one at a time."""
+        x, grad_out = self._factors(dtype)
+        blocks = _blocks(grad_out.shape[1], x.shape[1])
+        return [_norm(_product(grad_out[:, columns].t(), x, dtype)) for columns in blocks]
+
+    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """For products in `dtype`: 16-bit ones stay, where the device can multiply them so."""
+        if self.x.is_cuda and self.x.itemsize == 2 and dtype == torch.float32:
+            return self.x, self.grad_out
+        return self.x.to(dtype), self.grad_out.to(dtype)
 
     @property
     def has_few_tokens(self) -> bool:
@@ -89,10 +98,11 @@ class LinearGradient(Gradient):
 
         Errors are relative to the square of the second.
         """
-        x, grad_out = self.x.float(), self.grad_out.float()
+        x, grad_out = self._factors(torch.float32)
         sums = torch.zeros(2, dtype=torch.float64, device=x.device)
         for rows in _blocks(len(x), len(x)):
-            gram = (x[rows] @ x.t()) * (grad_out[rows] @ grad_out.t())
+            gram = _product(x[rows], x.t(), torch.float32)
+            gram *= _product(grad_out[rows], grad_out.t(), torch.float32)
             norms = gram.diagonal(rows.start).sqrt()
             sums += torch.stack([gram.sum(dtype=sums.dtype), norms.sum(dtype=sums.dtype)])
         return sums
@@ -127,21 +137,27 @@ class EmbeddingGradient(Gradient):
         result[rows] = sums.to(result.dtype)
         return result
 
-    def square_sum(self) -> Tensor:
-        """The sum over the rows with gradients."""
-        return _square_sum(self._row_sums()[1])
+    def norms(self) -> list[Tensor]:
+        """Of the rows with gradients."""
+        return [_norm(self._row_sums()[1])]
 
 
-def _square_sum(tensor: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in `dtype`; CUDA's for 16-bit factors adds up products that it does not round."""
+    return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+
+
+def _norm(tensor: Tensor) -> Tensor:
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.linalg.vector_norm(tensor, dtype=wide).double().square()
+    return torch.linalg.vector_norm(tensor, dtype=wide)
 
 
-def _is_finite(tensor: Tensor) -> Tensor:
-    if tensor.numel() == 0:
-        return torch.ones([], dtype=torch.bool, device=tensor.device)
-    low, high = torch.aminmax(tensor)  # both NaN where there is one
-    return torch.isfinite(low) & torch.isfinite(high)
+def _stacked(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
+    """float64 [n], of scalars of any dtypes and devices."""
+    kinds = dict.fromkeys((scalar.dtype, scalar.device) for scalar in scalars)
+    rows = [torch.stack([x for x in scalars if (x.dtype, x.device) == kind]) for kind in kinds]
+    empty = torch.empty(0, dtype=torch.float64, device=device)
+    return torch.cat([empty, *(row.to(device, torch.float64) for row in rows)])
 
 
 def _blocks(num_rows: int, row_elems: int) -> list[slice]:
@@ -150,13 +166,51 @@ def _blocks(num_rows: int, row_elems: int) -> list[slice]:
     return [slice(begin, begin + step) for begin in range(0, num_rows, step)]
 
 
+_Grams = list[tuple[LinearGradient, Tensor]]
+
+
+@dataclass
+class _Facts:
+    """Facts of the gradients of one sharding: scalars, which are added up at the end."""
+
+    norms: list[Tensor] = field(default_factory=list)
+    extremes: list[Tensor] = field(default_factory=list)
+    grams: _Grams = field(default_factory=list)
+
+    def row(self, device: torch.device, *, is_exact: bool) -> Tensor:
+        """The square of the norm, and the numbers of not finite values and of wrong Gram sums."""
+        square = _stacked(self.norms, device).square().sum()
+        num_not_finite = (~_stacked(self.extremes, device).isfinite()).sum()
+        num_wrong = torch.zeros_like(num_not_finite)
+        if self.grams:
+            squares, num_wrong = _squares_of(self.grams, is_exact=is_exact)
+            square = square + squares.sum().to(device)
+        return torch.stack([square, num_not_finite, num_wrong.to(device)])
+
+
+def _squares_of(grams: _Grams, *, is_exact: bool) -> tuple[Tensor, Tensor]:
+    """Squares by the Gram identity, and how many are wrong, where tokens cancel.
+
+    `is_exact`: those become squares of the product; waits for the device.
+    """
+    # With less than fp32 in products, as with TF32, cancelling tokens are more often noise.
+    least = 1e-4 if torch.get_float32_matmul_precision() == "highest" else 0.1
+    squares, norms = torch.stack([sums for _, sums in grams]).unbind(1)
+    is_right = squares >= least * norms**2  # not if one is NaN
+    if is_exact:  # in float64: a product in fp32 would be noise where tokens cancel
+        for idx, keeps in enumerate(is_right.tolist()):
+            if not keeps:
+                norms_of = grams[idx][0].norms(torch.float64)
+                squares[idx] = _stacked(norms_of, squares.device).square().sum()
+        return squares, torch.zeros_like(squares[0])
+    return squares, (~is_right).sum()
+
+
 class StepFacts:
-    """Facts needed before a step is made, summed over gradients as they arrive."""
+    """Facts needed before a step is made, of gradients as they arrive."""
 
     def __init__(self) -> None:
-        # (squares, gradients that are not finite, sums that were wrong), float64
-        self._sums: dict[Sharding, Tensor] = {}
-        self._grams: list[tuple[Sharding, LinearGradient, Tensor]] = []
+        self._facts: dict[Sharding, _Facts] = {}
 
     def add(
         self, gradient: Gradient, sharding: Sharding, *, with_norm: bool, is_kept: bool
@@ -165,52 +219,29 @@ class StepFacts:
 
         A gradient that `is_kept` until finish() costs no synchronization before.
         """
-        not_finite = (~gradient.is_finite()).double()
-        square = torch.zeros_like(not_finite)
+        facts = self._facts.setdefault(sharding, _Facts())
+        facts.extremes += gradient.extremes()
         if with_norm and isinstance(gradient, LinearGradient) and gradient.has_few_tokens:
-            self._grams.append((sharding, gradient, gradient.gram_sums()))
+            gram = (gradient, gradient.gram_sums())
+            if is_kept:
+                facts.grams.append(gram)
+            else:
+                squares, _ = _squares_of([gram], is_exact=True)
+                facts.norms.append(squares[0].sqrt())
         elif with_norm:
-            square = gradient.square_sum()
-        sums = torch.stack([square, not_finite, torch.zeros_like(square)])
-        self._sums[sharding] = self._sums[sharding] + sums if sharding in self._sums else sums
-        if not is_kept:
-            self._add_grams(is_exact=True)
-            self._grams = []
-
-    def _add_grams(self, *, is_exact: bool) -> None:
-        """Adds squares by the Gram identity, and notes those that are wrong, where tokens cancel.
-
-        `is_exact`: adds the square of the product there, and waits for the device.
-        """
-        # With less than fp32 in products, as with TF32, cancelling tokens are more often noise.
-        least = 1e-4 if torch.get_float32_matmul_precision() == "highest" else 0.1
-        for sharding in dict.fromkeys(sharding for sharding, *_ in self._grams):
-            own = self._sums[sharding]
-            grams = [(gradient, sums) for of, gradient, sums in self._grams if of == sharding]
-            squares, norms = torch.stack([sums.to(own.device) for _, sums in grams]).unbind(1)
-            is_right = squares >= least * norms**2  # not if one is NaN
-            if not is_exact:
-                own[2] += (~is_right).sum()
-            else:  # in float64: a product in fp32 would be noise where tokens cancel
-                for idx, keeps in enumerate(is_right.tolist()):
-                    if not keeps:
-                        squares[idx] = grams[idx][0].square_sum(torch.float64)
-            own[0] += squares.sum()
+            facts.norms += gradient.norms()
 
     def finish(self, axes: Axes, device: torch.device) -> tuple[float, bool]:
         """The norm of all gradients, and whether they are finite. Collective over the axes.
 
         Waits for the device once, and again if tokens cancel on any rank.
         """
-        without_grams = {sharding: sums.clone() for sharding, sums in self._sums.items()}
         zeros = torch.zeros(3, dtype=torch.float64, device=device)
         for is_exact in (False, True):
-            self._add_grams(is_exact=is_exact)
-            own = {sharding: sums.to(device) for sharding, sums in self._sums.items()}
+            own = {of: facts.row(device, is_exact=is_exact) for of, facts in self._facts.items()}
             square, num_not_finite, num_wrong = over_all_ranks(axes, own, zeros, 3).tolist()
             if num_wrong == 0:
                 break
-            self._sums = without_grams
         return float(square) ** 0.5, num_not_finite == 0
 
 

@@ -50,8 +50,10 @@ class Kept:
 class SavedTensors(ABC):
     """A context that stores the tensors selected by _takes() with _keep(); others are unchanged.
 
-    It may be entered repeatedly and recursively. A tensor that is saved twice is stored once. With
-    hooks, torch does not check whether a saved tensor was modified in place; this class does.
+    It may be entered repeatedly and recursively. A tensor that is saved twice between entering and
+    leaving it is stored once; of writes between the two, those that autograd does not count are not
+    seen: by `.data`, numpy or a collective. With hooks, torch does not check whether a saved tensor
+    was modified in place; this class does.
     """
 
     def __init__(self) -> None:
@@ -68,6 +70,8 @@ class SavedTensors(ABC):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+        if not self._entered:
+            self._known.clear()
 
     @abstractmethod
     def _takes(self, tensor: Tensor) -> bool:

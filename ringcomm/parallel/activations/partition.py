@@ -16,7 +16,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.activations.arena import Kept, SavedTensors, is_plain
 from ringcomm.parallel.activations.arena import arena as Arena  # also an argument
-from ringcomm.parallel.flat_collectives import all_gather_shards, largest_of
+from ringcomm.parallel.flat_collectives import all_gather_shards, device_of, largest_of
 from ringcomm.parallel.offload.device_copies import host_copy
 from ringcomm.torch_names import all_gather_single
 
@@ -47,9 +47,9 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         offload: "cpu" keeps the shards in host memory (pinned if the device is a GPU), also with a
             single rank, whose shard is the whole tensor.
         min_elems: smaller tensors are not sharded.
-        check: compare a digest of each tensor between the ranks at the end of the context, or in a
-            backward pass inside it: 8 bytes from each rank, for all of them at once, for which the
-            host waits. Without the check, tensors that differ are mixed silently.
+        check: compare a digest of all tensors between the ranks at the end of the context, or in a
+            backward pass inside it: 16 bytes from each rank, for which the host waits. Without the
+            check, tensors that differ are mixed silently.
         arena: memory for the shards that are kept on its device; enter only this context then, not
             the arena.
 
@@ -58,7 +58,7 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
 
     Raises:
         ValueError: an option is out of range; or, at the end of the context on all ranks, a saved
-            tensor differs between the ranks.
+            tensor differs between the ranks, or their number.
         RingcommError: in the backward pass, ranks gather different tensors because they ran
             different layers.
         RuntimeError: from torch: a saved tensor was modified in place before its backward pass.
@@ -111,23 +111,31 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        unchecked, self._unchecked = self._unchecked, self._unchecked if self._entered else []
-        if unchecked and not self._entered and error[0] is None:
-            self._check(unchecked)
+        if not self._entered:
+            unchecked, self._unchecked = self._unchecked, []
+            if self._checks and torch.is_grad_enabled() and error[0] is None:
+                self._check(unchecked)
 
     def _check(self, unchecked: list[tuple[Tensor, torch.Size]]) -> None:
         """Compares what was saved. Collective."""
-        for device in dict.fromkeys(digest.device for digest, _ in unchecked):
-            self._check_on([pair for pair in unchecked if pair[0].device == device])
-
-    def _check_on(self, unchecked: list[tuple[Tensor, torch.Size]]) -> None:
-        """Of one device."""
-        mine = torch.cat([digest for digest, _ in unchecked])
-        rows = mine.new_empty(self._group.size(), mine.numel())
-        all_gather_single(rows.view(-1), mine, group=self._group)
-        found = rows.tolist()
-        for rank, digests in enumerate(found):
-            for (_, shape), digest, first in zip(unchecked, digests, found[0], strict=True):
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for digest, _ in unchecked:
+            by_device.setdefault(digest.device, []).append(digest)
+        numbers = {device: iter(torch.cat(own).tolist()) for device, own in by_device.items()}
+        mine = [next(numbers[digest.device]) for digest, _ in unchecked]
+        # Few bytes for all of them, also on a rank that has saved none.
+        of_all = zlib.crc32(repr(mine).encode())
+        counts, digests = zip(*self._gathered([len(mine), of_all]), strict=True)
+        if len({*counts}) > 1:
+            raise ValueError(
+                "partition() shards saved tensors that are equal on all ranks, but ranks have saved"
+                f" different numbers of them: {', '.join(map(str, counts))}"
+            )
+        if len({*digests}) == 1:
+            return
+        found = self._gathered(mine)
+        for rank, theirs in enumerate(found):
+            for (_, shape), digest, first in zip(unchecked, theirs, found[0], strict=True):
                 if digest == first:
                     continue
                 raise ValueError(
@@ -137,6 +145,14 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
                     " torch.utils.checkpoint.checkpoint() around each block whose input is the same"
                     " on all ranks, or enter partition() for fewer layers"
                 )
+
+    def _gathered(self, mine: list[int]) -> list[list[int]]:
+        """All ranks' numbers, of which each has as many. Collective."""
+        row = torch.tensor(mine, dtype=torch.int64, device=device_of(self._group))
+        rows = row.new_empty(self._group.size(), len(mine))
+        all_gather_single(rows.view(-1), row, group=self._group)
+        found: list[list[int]] = rows.tolist()
+        return found
 
     def _keep(self, kept: Kept) -> None:
         if self._checks:

@@ -52,6 +52,7 @@ class PieceSteps(torch.optim.Optimizer):
         """
         if not hasattr(self.inner, method):
             return
+        self._check_dtypes(params)
         before = before or [*map(options_of, self.param_groups)]
         pieces = [(param, *piece) for param in params for piece in self._pieces(param)]
         after: dict[int, dict[str, Any]] = {}
@@ -91,6 +92,17 @@ class PieceSteps(torch.optim.Optimizer):
                 self._operands.start(param)
             self._ahead[piece] = self._rows.fetch(piece)
 
+    def _check_dtypes(self, params: Sequence[Tensor]) -> None:
+        """Raises ValueError if weights with masters were cast."""
+        for param in params:
+            _, values = self._rows.kept.get((self._places[param][0], 0), ("", {}))
+            if "master" in values and dtype_of(param) == param.dtype:
+                raise ValueError(
+                    f"a weight of shape {tuple(param.shape)} was cast to {param.dtype} after steps"
+                    " with a float32 master: cast the model before offload.Offloaded(), or make"
+                    " another one for the cast model"
+                )
+
     def _pieces(self, param: Tensor) -> list[tuple[int, int | None]]:
         """The first and last elements of what is updated together."""
         if self.is_whole:
@@ -109,7 +121,9 @@ class PieceSteps(torch.optim.Optimizer):
         weight, grad = self._operands.get(param)
         if self.is_whole:
             return weight, grad
-        return weight.view(-1)[place], None if grad is None else grad.reshape(-1)[place]
+        return weight.view(-1)[place], None if grad is None else grad.reshape(-1)[
+            place
+        ].contiguous()
 
     def _start_copy(
         self, method: str, param: Tensor, place: slice, options: dict[str, Any]

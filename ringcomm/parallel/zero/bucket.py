@@ -180,6 +180,10 @@ class Bucket:
         all_gather_shards(self.weights, self.group, self._sizes)
 
 
+# That are shared of a pass or a step, before those of weights: see _share_facts().
+NUM_FACTS = 3
+
+
 class GradientReducer:
     """Collects the gradients of buckets' weights.
 
@@ -209,6 +213,8 @@ class GradientReducer:
         self._outer_hooks: list[Any] = []
         self._has_passed = False  # since the last call of join()
         self._in_flight = InFlight()
+        # Since the last step a gradient that other ranks have shards of was dropped.
+        self._has_dropped = False
         self._passes: OpenPasses[None] = OpenPasses()  # also nested ones
         self._at_end = weakly(self._pass_ended)
         self.forget()
@@ -266,20 +272,43 @@ class GradientReducer:
                 self._end_pass()
         self._has_passed = False
 
+    def drop_all(self) -> None:
+        """Drops all gradients. Collective after a backward pass that has failed."""
+        if not in_backward():
+            self._complete()
+        self._has_dropped |= any(bucket.shard_grad is not None for bucket in self._buckets)
+        self._drop()
+
+    def _drop(self) -> None:
+        for bucket in self._buckets:
+            bucket.forget_gradients()
+
+    def _complete(self) -> None:
+        """Ends a pass that has failed, in which other ranks may have come further."""
+        self._in_flight.settle()
+        if self._has_begun and not self._waits:
+            with torch.no_grad():
+                self._end_pass()
+        elif self._has_begun:
+            self.forget()
+
     # ---- agreement of all ranks
 
     def agree(self) -> tuple[int, set[Any]]:
         """Whether any rank has a gradient; weights with one, and buckets with a fresh one.
 
         Collective: one MAX all_reduce for each group of buckets, and each backward pass that only
-        other ranks make.
+        other ranks make. Raises RuntimeError on all ranks: some have dropped gradients.
         """
+        self._complete()
         while (found := self._share_facts(is_pass=False))[0] == 2:
             self._end_pass()
+        self._has_dropped = False
         return found
 
     def _share_facts(self, *, is_pass: bool) -> tuple[int, set[Any]]:
         """Of any rank: 2 if a pass begins, 1 if a gradient is there, or 0; see agree()."""
+        has_dropped = [self._has_dropped, not self._has_dropped]
         mine: set[Any] = {param for b in self._buckets for param in b.arrived | b.reduced}
         found, what = 0, 2 if is_pass else int(bool(mine))
         mine |= {bucket for bucket in self._buckets if bucket.arrived}
@@ -287,11 +316,20 @@ class GradientReducer:
         for group in self._groups:
             buckets = [bucket for bucket in self._buckets if bucket.group is group]
             keys = [*(param for bucket in buckets for param in bucket.params), *buckets]
-            facts = [what, *(key in mine for key in keys)]
+            facts = [what, *has_dropped, *(key in mine for key in keys)]
             if group is not None:
                 facts = largest_of(facts, [group], torch.uint8)
-            found = max(found, facts[0])
-            present |= {key for key, is_so in zip(keys, facts[1:], strict=True) if is_so}
+            found, has_dropped = max(found, facts[0]), facts[1:NUM_FACTS]
+            present |= {key for key, is_so in zip(keys, facts[NUM_FACTS:], strict=True) if is_so}
+        if all(has_dropped):
+            self.forget()
+            self._drop()
+            self._has_dropped = False
+            raise RuntimeError(
+                "zero_grad() has dropped gradients on some ranks that others still count, such as"
+                " after an exception on one rank. All gradients are dropped now, and no weight has"
+                " been written: call zero_grad() on all ranks, or on none"
+            )
         return found, present
 
     # ---- by pass

@@ -19,6 +19,7 @@ from ringcomm.parallel.offload.shard_store import MAX_COMING_BYTES
 from ringcomm.parallel.offload.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, state_elems
 from ringcomm.parallel.optimizer_kinds import needs_whole
+from ringcomm.parallel.zero.bucket import NUM_FACTS
 from ringcomm.parallel.zero.bucket_plan import BucketPlan, plan_buckets
 from ringcomm.parallel.zero.inner import ShardOptions
 from ringcomm.parallel.zero.owners import owners_by_group, rows_of
@@ -135,7 +136,8 @@ def predict_traffic(
         buckets = _planned(optimizers, owners, ranks)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
         num_shares = 1 + num_backwards if stage == 2 else 1
-        total += num_shares * ranks.bytes_of_facts([*params, *(b.params[0] for b in buckets)])
+        facts = [*params, *(bucket.params[0] for bucket in buckets)]
+        total += num_shares * ranks.bytes_of_facts(facts, NUM_FACTS)
         for bucket in buckets:
             place, num_ranks = ranks.place(bucket.params[0])
             num_elems, mine = sum(bucket.sizes), bucket.sizes[place]
@@ -213,10 +215,10 @@ class _Ranks:
         num_rows = param.shape[0] if param.dim() else 1
         return -(-num_rows // self.place(param)[1]) * (param.numel() // max(1, num_rows))
 
-    def bytes_of_facts(self, params: Iterable[nn.Parameter]) -> int:
-        """Sent in an agreement, of a byte for each of the parameters and each group of ranks."""
+    def bytes_of_facts(self, params: Iterable[nn.Parameter], num_others: int = 1) -> int:
+        """Sent in an agreement of a byte for each parameter, and some for each group of ranks."""
         num_facts: Any = Counter([self, *map(self.group_of, params)])
-        num_facts += Counter(num_facts.keys() - {self})
+        num_facts += Counter({of: num_others - (of is self) for of in num_facts})
         return sum(num * (place_in(group)[1] - 1) for group, num in num_facts.items())
 
     def bytes_of_norm(self) -> int:

@@ -144,8 +144,12 @@ class FlatZero(ZeroOptimizer):
             param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, for any `set_to_none`."""
+        """Drops all gradients, for any `set_to_none`.
+
+        Collective at stage 2 after a backward pass that has raised.
+        """
         super().zero_grad()
+        self._reducer.drop_all()
 
     def _change_mode(self, mode: str) -> None:
         self._see_written_weights()

@@ -218,7 +218,10 @@ class ShardedStates(States):
         own = self.of(param)
         found = dict(specs.get(param, own))
         for key, value in found.items():
-            if not isinstance(value, Tensor) or not value.dim():
+            if not isinstance(value, Tensor):
+                continue
+            if not value.dim():
+                found[key] = value.clone()
                 continue
             # fully_shard splits between rows too.
             if not isinstance(value, DTensor):
