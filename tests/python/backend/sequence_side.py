@@ -98,6 +98,8 @@ def _layout(name: str, base: Tensor, num_elems: int) -> Tensor:
         return base[1::2][:num_elems]
     if name == "transposed" and num_elems % 3 == 0:
         return base[:num_elems].view(3, -1).t()
+    if name == "columns" and num_elems % 3 == 0:
+        return base[: 2 * num_elems].view(-1, 6)[:, :3]
     return base[:num_elems]
 
 
@@ -216,10 +218,12 @@ class Side:
         num_elems = given if isinstance(given, int) else len(given)
         layout, make = "plain", ""
         if self.has_layouts:
-            choices = ["plain", "offset", "strided", *([] if is_flat else ["transposed"])]
+            choices = ["plain", "offset", "strided"]
+            choices += [] if is_flat else ["transposed", "columns"]
             layout = self.own_random.choice(choices)
             make = self.own_random.choice(MAKES) if self.device == CPU else ""
-        length = 2 * num_elems + 2 if layout == "strided" else num_elems + 2 * (layout == "offset")
+        is_spread = layout in ("strided", "columns")
+        length = 2 * num_elems + 2 if is_spread else num_elems + 2 * (layout == "offset")
         is_shared = self.own_random.random() < self.shared_share and self.device == CPU
         with torch.inference_mode(make == "inference"):
             if is_shared:

@@ -16,13 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from failures import TRANSPORTS, caught
-from ranks import in_ranks, init_group
+from ranks import hosts, in_ranks, init_group
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed.device_mesh import init_device_mesh
 
 import _ringcomm.autoload
 import ringcomm
 from ringcomm import _C, Options, RingcommError
 from ringcomm.torch_names import TORCH_VERSION
+
+ENVS_OF_FOUR: dict[str, Any] = {**TRANSPORTS, "aaba": hosts("aaba")}
 
 
 def test_defaults_stay() -> None:
@@ -243,8 +246,9 @@ def test_errors_number_ranks_as_their_group_does(rank: int, tmp_path: Path) -> N
         assert f"rank {dead} (pid" in error["text"], error
 
 
-@in_ranks(4, TRANSPORTS)
+@in_ranks(4, ENVS_OF_FOUR)
 def test_ways_to_make_groups(rank: int) -> None:
+    """Of some ranks and of all, in turn: https://github.com/pytorch/pytorch/issues/145376"""
     pair, _ = dist.new_subgroups(2)
     assert sum_of(pair, rank) == (1 if rank < 2 else 5)
     crossed, _ = dist.new_subgroups_by_enumeration([[3, 0], [1, 2]])
@@ -252,8 +256,25 @@ def test_ways_to_make_groups(rank: int) -> None:
     if rank in (1, 3):  # the other ranks do not even call
         local = dist.new_group([1, 3], use_local_synchronization=True)
         assert sum_of(local, rank) == 4
+    everyone = dist.new_group()
+    assert sum_of(everyone, rank) == 6
+    if rank in (1, 3):
+        assert sum_of(local, rank) == 4
         dist.destroy_process_group(local)
+    dist.destroy_process_group(everyone)
     assert sum_of(None, rank) == 6
+
+
+@in_ranks(4, ENVS_OF_FOUR, fresh=True)
+def test_the_end_after_meshes_of_some_and_all_ranks(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/190396"""
+    part = init_device_mesh("cpu", (3,))
+    if part.get_coordinate() is not None:
+        assert sum_of(part.get_group(), 1) == 3
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    assert [sum_of(whole.get_group(dim), 1) for dim in range(2)] == [2, 2]
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
 
 
 # ---- a group in Python
@@ -327,6 +348,8 @@ def traced(path: Path, body: Callable[[], Any]) -> list[dict[str, Any]]:
     """The events of `body`, as a trace file has them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         body()
+    own = [event for event in profiler.events() or () if event.name.startswith("ringcomm:")]
+    assert all(event.is_async for event in own)  # torch's profilers know a backend's calls by that
     profiler.export_chrome_trace(str(path))
     return list(json.loads(path.read_text())["traceEvents"])
 
@@ -334,7 +357,11 @@ def traced(path: Path, body: Callable[[], Any]) -> list[dict[str, Any]]:
 @in_ranks(2)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_profiler(rank: int, is_async: bool, tmp_path: Path) -> None:
-    """ringcomm's event, for which torch's own tests look, and record_param_comms."""
+    """ringcomm's event, for which torch's own tests look, and record_param_comms.
+
+    Once for each call: https://github.com/ROCm/aiter/issues/1946
+    https://github.com/pytorch/pytorch/pull/46471
+    """
     own, large, whole = torch.ones(10), torch.ones(200_000), torch.ones(20, dtype=torch.bfloat16)
     one, parts = whole[:10].clone(), [torch.ones(1), torch.ones(2)]
     fields = ("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Group size")

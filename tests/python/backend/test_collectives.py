@@ -86,9 +86,12 @@ def test_every_operation_and_type(pool: str, kind: str, marks: str) -> None:
 
     Among them is what others got wrong: a reduce_scatter of a transposed tensor
     (https://github.com/pytorch/pytorch/issues/128066), a broadcast of a column that wrote its
-    neighbours (https://github.com/pytorch/pytorch/issues/192920), ranks that send nothing in an
+    neighbours (https://github.com/pytorch/pytorch/issues/192920), other strided tensors
+    (https://github.com/pytorch/pytorch/issues/159548 https://github.com/pytorch/pytorch/issues/74809
+    https://github.com/pytorch/pytorch/issues/20421), ranks that send nothing in an
     all_to_all (https://github.com/pytorch/pytorch/issues/146468), and one in place
-    (https://github.com/NVIDIA/nccl-tests/issues/357), which Gloo gets wrong.
+    (https://github.com/NVIDIA/nccl-tests/issues/357), which Gloo gets wrong; messages by their tags
+    (https://github.com/pytorch/pytorch/issues/94819 https://github.com/pytorch/pytorch/issues/125079).
     """
     stride = 1 if pool == "shm" or kind not in REDUCTIONS else 4
     check_calls(pool, covering_calls(kind)[list(POOLS).index(pool) :: stride], marks)

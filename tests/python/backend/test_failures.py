@@ -155,6 +155,8 @@ def lose(rank: int, how: str, is_shared: bool, keys: list[tuple[str, int]], path
     in_threads(wait, [key for key in mine if key[0] in SENDS])
     if how == "exec":
         kill_named(found[f"all_reduce of {SMALL}"][0], path, rank, 1)
+    if how == "exit":
+        dist.destroy_process_group()
     return found
 
 
@@ -180,7 +182,9 @@ def test_a_rank_that_is_lost(way: str, how: str, tmp_path: Path) -> None:
     """In the first call of a group (https://github.com/pytorch/gloo/issues/520), and in others.
 
     Sends to a rank that is gone: https://github.com/ml-explore/mlx/issues/4060. A call that fails
-    leaves its inputs unchanged, and writes nothing beside its outputs.
+    leaves its inputs unchanged, and writes nothing beside its outputs. The group is destroyed then
+    (https://github.com/pytorch/pytorch/issues/76760 https://github.com/pytorch/pytorch/issues/132696),
+    and a rank that leaves waits for nobody (https://github.com/pytorch/pytorch/issues/75097).
     """
     env, is_shared = WAYS[way]
     keys = calls_of(way, how)
