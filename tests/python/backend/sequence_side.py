@@ -119,6 +119,7 @@ class Side:
         marks: for barriers: one number for each global rank, in memory that all have.
         is_swapped: the model takes the values of ranks 0 and 1 for each other's (a check of it).
         device: of the tensors.
+        empty: makes tensors, but those of empty_shared() on CPUs.
     """
 
     call: Call
@@ -129,6 +130,7 @@ class Side:
     marks: Array
     is_swapped: bool = False
     device: torch.device = CPU
+    empty: Callable[..., Tensor] = torch.empty
     expectations: list[Expectation] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -229,7 +231,7 @@ class Side:
             if is_shared:
                 base = ringcomm.empty_shared(length, dtype=self.dtype)
             else:
-                base = torch.empty(length, dtype=self.dtype, device=self.device)
+                base = self.empty(length, dtype=self.dtype, device=self.device)
             base.copy_(torch.tensor(1))
             if not isinstance(given, int):
                 fill(_layout(layout, base, num_elems), given)

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import _ringcomm.autoload
 import ringcomm
 from ringcomm import _C, Options, RingcommError
+from ringcomm.ops import shard_range
 from ringcomm.torch_names import TORCH_VERSION
 
 ENVS_OF_FOUR: dict[str, Any] = {**TRANSPORTS, "aaba": hosts("aaba")}
@@ -76,19 +78,32 @@ def count(group: Any, op: str, algorithm: str) -> tuple[int, int]:
     return entry["num_calls"], entry["sent_bytes"]
 
 
+def sent_elems(algorithm: str, num_elems: int, world_size: int, rank: int) -> int:
+    """What a rank sends of an all_reduce: of a ring over all ranks 2 (N - 1) / N of it."""
+    begin, end = shard_range(num_elems, world_size, rank)
+    if algorithm == "ring":  # all chunks but this rank's own, then all but its neighbour's
+        first, last = shard_range(num_elems, world_size, (rank + 1) % world_size)
+        return 2 * num_elems - (end - begin) - (last - first)
+    if algorithm == "one_shot":
+        return (world_size - 1) * num_elems
+    # What the others own goes to them, the own result to all of them.
+    return num_elems + (world_size - 2) * (end - begin)
+
+
 @in_ranks((2, 3, 4), TRANSPORTS)
 def test_stats(rank: int) -> None:
-    """Calls and bytes of each algorithm, and of another collective."""
+    """Calls and bytes of each algorithm, to the byte where no number of ranks divides the elements,
+    and of another collective. What auto takes: test_cost_model.py.
+    """
     world_size = dist.get_world_size()
-    num_bytes = 480_000  # a multiple of 2, 3 and 4 elements: the formulas are exact
-    share = 2 * (world_size - 1) * num_bytes // world_size
-    expected = {"one_shot": (world_size - 1) * num_bytes, "two_shot": share, "ring": share}
-    for algorithm, sent_bytes in expected.items():
-        group = dist.new_group(backend="ringcomm", pg_options=Options(algorithm=algorithm))  # type: ignore[arg-type]
+    algorithms: tuple[Any, ...] = ("one_shot", "two_shot", "ring")
+    for algorithm, num_elems in product(algorithms, (120_000, 120_011)):
+        sent_bytes = 4 * sent_elems(algorithm, num_elems, world_size, rank)
+        group = dist.new_group(backend="ringcomm", pg_options=Options(algorithm=algorithm))
         assert ringcomm.stats(group) == {}
         before = count(None, "all_reduce", algorithm)
         for turn in range(1, 3):
-            dist.all_reduce(torch.ones(num_bytes // 4), group=group)
+            dist.all_reduce(torch.ones(num_elems), group=group)
             assert count(group, "all_reduce", algorithm) == (turn, turn * sent_bytes)
         after = count(None, "all_reduce", algorithm)
         assert after == (before[0] + 2, before[1] + 2 * sent_bytes)

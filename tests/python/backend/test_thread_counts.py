@@ -1,9 +1,11 @@
-"""What users reported of threads and cores of a process, as programs with collectives of 4 MB."""
+"""What users reported of threads and cores of a process, as programs with collectives of 8 MB.
+
+Calls of several threads at once: test_collectives.py.
+"""
 
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from oracle import num_threads
 from rank_programs import run_program
 from ranks import in_ranks
+from sequence_side import Call
+from sequences import run_calls
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,14 +26,8 @@ NUM_ELEMS = 1_000_003
 LIMIT_S = 60
 
 
-def check_sum(rank: int, group: dist.ProcessGroup | None = None, salt: int = 0) -> None:
-    """Whole numbers that no two ranks or elements share, summed exactly."""
-    world_size = dist.get_world_size(group)
-    ramp = torch.arange(NUM_ELEMS) % 1009 + salt
-    data = ramp + rank * 7919
-    dist.all_reduce(data, group=group)
-    expected = world_size * ramp + 7919 * sum(range(world_size))
-    assert torch.equal(data, expected), (data - expected).nonzero().flatten()[:4]
+def check_sum(group: dist.ProcessGroup | None = None) -> None:
+    assert run_calls([Call("all_reduce", dtype="int64", size=NUM_ELEMS)], group=group) == []
 
 
 @in_ranks(2)
@@ -40,10 +38,10 @@ def test_the_number_of_threads_changes_between_calls(rank: int) -> None:
     """
     for most in (None, 4):
         group = dist.new_group([0, 1], pg_options=ringcomm.Options(max_threads=most))
-        for salt, numbers in enumerate(((1, 3), (3, 1), (2, 2), (1, 4), (4, 1), (1, 1))):
+        for numbers in ((1, 3), (3, 1), (2, 2), (1, 4), (4, 1), (1, 1)):
             with num_threads(numbers[rank]):
                 for _ in range(3):
-                    check_sum(rank, group, salt)
+                    check_sum(group)
                 assert torch.get_num_threads() == numbers[rank]
         dist.destroy_process_group(group)
 
@@ -59,8 +57,8 @@ ENVIRONMENTS: dict[str, Any] = {
 @in_ranks(2, ENVIRONMENTS, fresh=True)
 def test_any_number_in_the_environment(rank: int) -> None:
     """https://github.com/FlashML-org/FreeToken/issues/371: ranks with too many threads spun."""
-    for salt in range(4):
-        check_sum(rank, salt=salt)
+    for _ in range(4):
+        check_sum()
         (torch.ones(300, 300) @ torch.ones(300, 300)).sum().item()  # the threads begin, and spin
 
 
@@ -74,11 +72,11 @@ def test_ranks_with_fewer_cores_than_threads(rank: int) -> None:
     wide = dist.new_group(list(range(3)))
     try:
         with num_threads(3):
-            for salt, cores in enumerate(({min(allowed)}, allowed, {max(allowed)}, allowed)):
+            for cores in ({min(allowed)}, allowed, {max(allowed)}, allowed):
                 os.sched_setaffinity(0, cores)
                 narrow = dist.new_group(list(range(3)))
-                check_sum(rank, wide, salt)
-                check_sum(rank, narrow, salt)
+                check_sum(wide)
+                check_sum(narrow)
                 dist.destroy_process_group(narrow)
     finally:
         os.sched_setaffinity(0, allowed)
@@ -166,53 +164,13 @@ def test_forked_workers_load_data_between_calls(rank: int) -> None:
     """
     group = dist.new_group([0, 1], pg_options=ringcomm.Options(max_threads=3))
     with num_threads(3):
-        check_sum(rank, group)  # the parent's threads have begun
+        check_sum(group)  # the parent's threads have begun
         loader = DataLoader(
             Squares(), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=LIMIT_S
         )
         found = []
         for batch in loader:
-            check_sum(rank, group, salt=int(batch[0, 0]))
+            check_sum(group)
             found += batch[:, -1].tolist()
         assert found == [0, 1, 4, 9, 16, 25]
     dist.destroy_process_group(group)
-
-
-@in_ranks(2)
-def test_several_threads_of_a_program_call_at_once(rank: int) -> None:
-    """https://github.com/joblib/threadpoolctl/issues/40: teams begun by several threads hung."""
-    most = ringcomm.Options(max_threads=3)
-    groups = [dist.new_group([0, 1], pg_options=most) for _ in range(3)]
-    errors: list[BaseException] = []
-
-    def call(group: dist.ProcessGroup, salt: int) -> None:
-        try:
-            for turn in range(4):
-                check_sum(rank, group, 100 * salt + turn)
-        except BaseException as error:
-            errors.append(error)
-
-    with num_threads(3):
-        threads = [
-            threading.Thread(target=call, args=(group, salt)) for salt, group in enumerate(groups)
-        ]
-        for thread in threads:
-            thread.start()
-        product = torch.full((256, 256), 2.0) @ torch.full((256, 256), 3.0)
-        for thread in threads:
-            thread.join(LIMIT_S)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not errors
-    assert product.eq(6 * 256).all()
-    for group in groups:
-        dist.destroy_process_group(group)
-
-
-def test_a_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of check_sum()."""
-    monkeypatch.setattr(dist, "get_world_size", lambda _group: 2)
-    monkeypatch.setattr(dist, "all_reduce", lambda data, group: data.mul_(2).add_(7919))
-    check_sum(0)
-    monkeypatch.setattr(dist, "all_reduce", lambda data, group: data.mul_(2)[1:].add_(7919))
-    with pytest.raises(AssertionError):
-        check_sum(0)
