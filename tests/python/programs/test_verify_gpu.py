@@ -1,4 +1,4 @@
-"""The program for a machine with a GPU: its file, what a cut run keeps, aims, and layouts."""
+"""The program for a machine with a GPU: its file fits what it starts. A run: test_gpu_kit.py."""
 
 from __future__ import annotations
 
@@ -50,11 +50,6 @@ print(json.dumps(found))
 """
 
 
-def table_of(check: Check) -> str:
-    """A check as a file has it, before it has run."""
-    return f'[[check]]\nname = "{check.name}"\nwhat = "what"\nlast_run = "not run"\n'
-
-
 def calls_of(check: Check, folder: Path) -> list[list[str]]:
     """The programs and their words that a check's command starts, each part of it."""
     calls = folder / "calls"
@@ -104,6 +99,19 @@ def test_commands_fit_their_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
                 verify_gpu.parse(arguments[1:])
 
 
+def test_aims_are_of_checks_that_write_such_records() -> None:
+    checks, aims = verify_gpu.load(verify_gpu.CHECKS)
+    commands = {check.name: check.command for check in checks}
+    assert aims
+    for aim in aims:
+        assert verify_gpu.number_of(verify_gpu.condition_of(f"figure {aim.limit}")[2]) is not None
+        for name in aim.checks:
+            assert ".jsonl" in commands[name], name
+            for key, _, value in map(verify_gpu.condition_of, aim.records.split(", ")):
+                if key == "op":  # that the check measures
+                    assert value in commands[name] or name.startswith("kernel-sweep"), name
+
+
 @pytest.mark.slow
 def test_checks_select_tests(tmp_path: Path) -> None:
     """Each command line of pytest, those in a layout with its -m, leaves a test."""
@@ -118,115 +126,3 @@ def test_checks_select_tests(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, stdout=PIPE, text=True, check=True, timeout=600)
     found = dict(zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True))
     assert {name: status for name, status in found.items() if status != 0} == {}
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
-    path = tmp_path / "checks.toml"
-
-    def run(checks: list[Check], budget_s: float) -> tuple[list[str], dict[str, str]]:
-        path.write_text("".join(map(table_of, checks)))
-        found, left = verify_gpu.verify(checks, tmp_path, budget_s, path)
-        return left, {name: status.removeprefix("not run: ") for name, status in found.items()}
-
-    hangs = "sleep 300 & echo $! > $OUT/pid; wait"
-    checks = [
-        Check("build", "echo $GPUS GPU; echo 12''34", 4, ()),
-        Check("bad", "exit 3", 4, ()),
-        Check("empty", "exit 5", 4, ()),  # as pytest without a test
-        Check("two", "true", 4, ("2 GPUs",)),
-        Check("module", "true", 4, ("no_such_module",)),
-        Check("program", "env PATH= python -c pass", 4, ("env",)),
-        Check("none", "", 0, (), "no reason"),
-        Check("hangs", hangs, 0.5, ()),
-    ]
-    left, found = run(checks, 60)
-    assert left == []
-    assert list(found.values()) == [
-        *("passed", "failed", "not run", "one GPU here", "no_such_module is not installed"),
-        *("passed", "not scripted: no reason", "stopped"),
-    ]
-    look = ["ps", "-o", "stat=", (tmp_path / "pid").read_text()]
-    ended = subprocess.run(look, check=False, stdout=PIPE)
-    assert ended.stdout[:1] in (b"", b"Z")  # nothing is left running
-    written = {table["name"]: table["last_run"] for table in verify_gpu.tables_of(path)["check"]}
-    assert written["build"].startswith("passed, 20")
-    assert written["empty"] == written["two"] == "not run"
-    assert "1 GPU\n1234" in (tmp_path / "verify.log").read_text(encoding="utf-8")
-    # The budget ends a run. What is stopped before its own limit is left for the next one.
-    late = "the budget is spent"
-    names = {"one": ("true", 4), "cut": ("sleep 60", 5), "short": ("true", 9)}
-    checks = [checks[0], *(Check(name, *what, ()) for name, what in names.items())]
-    left, found = run(checks, 4)
-    assert left == ["cut", "short"]
-    assert found == {"build": "passed", "one": "passed", "cut": "stopped", "short": late}
-
-
-def test_without_a_gpu_nothing_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(verify_gpu, "gpu_archs", list)
-    monkeypatch.setattr(verify_gpu, "count_devices", lambda kind: 0)
-    assert verify_gpu.main(["--out", str(tmp_path)]) == 0
-    assert verify_gpu.main(["--layout", "every"]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in verify_gpu.LAYOUTS)
-    assert "passed" not in said
-
-
-AIMS = """
-[[aim]]
-checks = ["speed", "other"]
-records = "backend=nccl, bytes<=64k"
-figure = "ratio.p50"
-limit = ">= 3"
-[[aim]]
-checks = ["speed"]
-records = "backend=ringcomm, mode=graph, bytes=1k"
-figure = "p50_us"
-limit = "<= 8"
-"""
-
-
-def nccl(num_bytes: int, ratio: float, **fields: Any) -> dict[str, Any]:
-    return {"bytes": num_bytes, "backend": "nccl", "ratio": {"p50": ratio}, **fields}
-
-
-def test_aims_are_of_checks_that_write_such_records() -> None:
-    checks, aims = verify_gpu.load(verify_gpu.CHECKS)
-    commands = {check.name: check.command for check in checks}
-    assert aims
-    for aim in aims:
-        assert verify_gpu.number_of(verify_gpu.condition_of(f"figure {aim.limit}")[2]) is not None
-        for name in aim.checks:
-            assert ".jsonl" in commands[name], name
-            for key, _, value in map(verify_gpu.condition_of, aim.records.split(", ")):
-                if key == "op":  # that the check measures
-                    assert value in commands[name] or name.startswith("kernel-sweep"), name
-
-
-def test_a_check_says_what_became_of_its_aims(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the worst of the records that it has appended, without one that was cut off."""
-    monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
-    path, records = tmp_path / "checks.toml", tmp_path / "records.jsonl"
-    old, *new = (json.dumps(nccl(*each)) for each in ((1024, 1), (1024, 4), (65536, 2.5)))
-    records.write_text(f"{old}\n")
-    command = "; ".join(f"echo '{one}' >> {records}" for one in new)
-    command += f"; printf '{{' >> {records}"
-    check = Check("speed", command, 9, ())
-    path.write_text(table_of(check) + AIMS)
-    assert verify_gpu.verify([check], tmp_path, 60, path) == ({"speed": "passed"}, [])
-    said = capsys.readouterr().out
-    worst = (
-        "  missed by 16.7%: ratio.p50 of backend=nccl, bytes<=64k: aim >= 3, found 2.5 (bytes 65536"
-    )
-    assert worst in said
-    assert said.count("no record: ") == 1
-    assert "missed by 16.7%: ratio.p50" in (tmp_path / "verify.log").read_text(encoding="utf-8")
-    (written,) = verify_gpu.tables_of(path)["check"]
-    said = r"passed, 20\d\d-\d\d-\d\d, aims: 1 missed, 1 without a record"
-    assert re.fullmatch(said, written["last_run"])
-    assert path.read_text().endswith(AIMS)
