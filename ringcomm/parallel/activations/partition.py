@@ -135,8 +135,8 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
             return
         found = self._gathered(mine)
         for rank, theirs in enumerate(found):
-            for (_, shape), digest, first in zip(unchecked, theirs, found[0], strict=True):
-                if digest == first:
+            for (_, shape), number, first in zip(unchecked, theirs, found[0], strict=True):
+                if number == first:
                     continue
                 raise ValueError(
                     "partition() shards saved tensors that are equal on all ranks, but one of shape"

@@ -308,7 +308,7 @@ class GradientReducer:
 
     def _share_facts(self, *, is_pass: bool) -> tuple[int, set[Any]]:
         """Of any rank: 2 if a pass begins, 1 if a gradient is there, or 0; see agree()."""
-        has_dropped = [self._has_dropped, not self._has_dropped]
+        has_dropped: list[int] = [self._has_dropped, not self._has_dropped]
         mine: set[Any] = {param for b in self._buckets for param in b.arrived | b.reduced}
         found, what = 0, 2 if is_pass else int(bool(mine))
         mine |= {bucket for bucket in self._buckets if bucket.arrived}

@@ -217,11 +217,12 @@ class ShardedStates(States):
         """A weight's state as this rank's rows, split as torch does. Collective."""
         own = self.of(param)
         found = dict(specs.get(param, own))
+        is_live = any(isinstance(value, DTensor) for value in found.values())
         for key, value in found.items():
             if not isinstance(value, Tensor):
                 continue
             if not value.dim():
-                found[key] = value.clone()
+                found[key] = value if is_live else value.clone()
                 continue
             # fully_shard splits between rows too.
             if not isinstance(value, DTensor):

@@ -127,25 +127,11 @@ def other_order(job: Job) -> None:
         job.call(group)
 
 
-@hangs(None, "ranks wait for each other", "one order on all ranks")
-def two_orders(job: Job) -> None:
-    one, two = job.groups
-    for group in (two, one) if job.rank >= job.world_size // 2 else (one, two):
-        job.call(group)
-
-
 @hangs(5, FAILED, "all_reduce #1", "rank 5 (pid ", "died")
 def dies(job: Job) -> None:
     if job.rank == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     job.linger()
-
-
-@hangs(5, "", "its process ", "has ended", "wait_for_a_thread")
-def dies_unseen(job: Job) -> None:
-    if job.rank == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    wait_for_a_thread()
 
 
 @hangs(None, "ranks wait for each other", "rank 3 waits for 4 in", "rank 7 waits for 0 in")
@@ -184,50 +170,13 @@ def recv(job: Job) -> None:
         dist.recv(job.tensor, 1, tag=7)
 
 
-@hangs(7, FAILED, "has destroyed the group", "all_reduce #1")
-def leaves(job: Job) -> None:
-    if job.is_last:
-        dist.destroy_process_group()
-        wait_for_a_thread()
-    job.linger()
-
-
-@hangs(7, FAILED, "has exited", "all_reduce #1")
-def exits(job: Job) -> None:
-    if job.is_last:
-        time.sleep(0.3)
-        os._exit(0)
-    job.linger()
-
-
-@hangs(7, "", "(evaluate)", ", since all_reduce #4", "waits for it in all_reduce #5")
-def uneven(job: Job) -> None:
-    for _ in range(4 if job.is_last else 5):
-        job.call()
-    if job.is_last:
-        evaluate()
-
-
-@hangs(7, "", "it is in barrier #0", "all_reduce #5 of group 0")
-def uneven_then_barrier(job: Job) -> None:
-    for _ in range(4 if job.is_last else 5):
-        job.call()
-    dist.barrier(job.groups[0])
-
-
 @hangs(7, "no hang: every rank makes calls; rank 7 is slow", settle_s=2.0)
-def slow(job: Job, step_s: float = 0.1) -> None:
+def slow(job: Job) -> None:
     begin = time.monotonic()
     while time.monotonic() < begin + HANG_S:
         if job.is_last:
-            compute(step_s)
+            compute(0.1)
         job.call()
-
-
-@hangs(7, "no hang", "rank 7 is slow", settle_s=9.0)
-def slow_steps(job: Job) -> None:
-    """The doctor's sample is shorter than a step."""
-    slow(job, 1.5)
 
 
 def compute(seconds: float) -> None:

@@ -98,6 +98,8 @@ def _layout(name: str, base: Tensor, num_elems: int) -> Tensor:
         return base[1::2][:num_elems]
     if name == "transposed" and num_elems % 3 == 0:
         return base[:num_elems].view(3, -1).t()
+    if name == "columns" and num_elems % 3 == 0:
+        return base[: 2 * num_elems].view(-1, 6)[:, :3]
     return base[:num_elems]
 
 
@@ -117,6 +119,7 @@ class Side:
         marks: for barriers: one number for each global rank, in memory that all have.
         is_swapped: the model takes the values of ranks 0 and 1 for each other's (a check of it).
         device: of the tensors.
+        empty: makes tensors, but those of empty_shared() on CPUs.
     """
 
     call: Call
@@ -127,6 +130,7 @@ class Side:
     marks: Array
     is_swapped: bool = False
     device: torch.device = CPU
+    empty: Callable[..., Tensor] = torch.empty
     expectations: list[Expectation] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -216,16 +220,18 @@ class Side:
         num_elems = given if isinstance(given, int) else len(given)
         layout, make = "plain", ""
         if self.has_layouts:
-            choices = ["plain", "offset", "strided", *([] if is_flat else ["transposed"])]
+            choices = ["plain", "offset", "strided"]
+            choices += [] if is_flat else ["transposed", "columns"]
             layout = self.own_random.choice(choices)
             make = self.own_random.choice(MAKES) if self.device == CPU else ""
-        length = 2 * num_elems + 2 if layout == "strided" else num_elems + 2 * (layout == "offset")
+        is_spread = layout in ("strided", "columns")
+        length = 2 * num_elems + 2 if is_spread else num_elems + 2 * (layout == "offset")
         is_shared = self.own_random.random() < self.shared_share and self.device == CPU
         with torch.inference_mode(make == "inference"):
             if is_shared:
                 base = ringcomm.empty_shared(length, dtype=self.dtype)
             else:
-                base = torch.empty(length, dtype=self.dtype, device=self.device)
+                base = self.empty(length, dtype=self.dtype, device=self.device)
             base.copy_(torch.tensor(1))
             if not isinstance(given, int):
                 fill(_layout(layout, base, num_elems), given)

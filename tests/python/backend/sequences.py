@@ -226,11 +226,13 @@ def run_cases(rank: int, cases: Sequence[Case], serial: int, marks: str) -> list
     ]
 
 
-def run_calls(calls: Sequence[Call], device: torch.device = CPU, group: Any = None) -> list[str]:
+def run_calls(
+    calls: Sequence[Call], device: torch.device = CPU, group: Any = None, **how: Any
+) -> list[str]:
     """What was wrong in these, one after another on a group of all ranks; None: the default one."""
     rank, ranks, wrong = dist.get_rank(), range(dist.get_world_size()), []
     for number, call in enumerate(calls):
-        side = Side(call, number, rank, ranks, group, None, device=device)
+        side = Side(call, number, rank, ranks, group, None, device=device, **how)
         works = KINDS[call.kind](side)
         for work in works if isinstance(works, list) else [works]:
             assert work is None or work.wait() is not False

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from failures import TRANSPORTS, caught
-from ranks import in_ranks, init_group
+from ranks import hosts, in_ranks, init_group
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed.device_mesh import init_device_mesh
 
 import _ringcomm.autoload
 import ringcomm
 from ringcomm import _C, Options, RingcommError
+from ringcomm.ops import shard_range
 from ringcomm.torch_names import TORCH_VERSION
+
+ENVS_OF_FOUR: dict[str, Any] = {**TRANSPORTS, "aaba": hosts("aaba")}
 
 
 def test_defaults_stay() -> None:
@@ -73,19 +78,32 @@ def count(group: Any, op: str, algorithm: str) -> tuple[int, int]:
     return entry["num_calls"], entry["sent_bytes"]
 
 
+def sent_elems(algorithm: str, num_elems: int, world_size: int, rank: int) -> int:
+    """What a rank sends of an all_reduce: of a ring over all ranks 2 (N - 1) / N of it."""
+    begin, end = shard_range(num_elems, world_size, rank)
+    if algorithm == "ring":  # all chunks but this rank's own, then all but its neighbour's
+        first, last = shard_range(num_elems, world_size, (rank + 1) % world_size)
+        return 2 * num_elems - (end - begin) - (last - first)
+    if algorithm == "one_shot":
+        return (world_size - 1) * num_elems
+    # What the others own goes to them, the own result to all of them.
+    return num_elems + (world_size - 2) * (end - begin)
+
+
 @in_ranks((2, 3, 4), TRANSPORTS)
 def test_stats(rank: int) -> None:
-    """Calls and bytes of each algorithm, and of another collective."""
+    """Calls and bytes of each algorithm, to the byte where no number of ranks divides the elements,
+    and of another collective. What auto takes: test_cost_model.py.
+    """
     world_size = dist.get_world_size()
-    num_bytes = 480_000  # a multiple of 2, 3 and 4 elements: the formulas are exact
-    share = 2 * (world_size - 1) * num_bytes // world_size
-    expected = {"one_shot": (world_size - 1) * num_bytes, "two_shot": share, "ring": share}
-    for algorithm, sent_bytes in expected.items():
-        group = dist.new_group(backend="ringcomm", pg_options=Options(algorithm=algorithm))  # type: ignore[arg-type]
+    algorithms: tuple[Any, ...] = ("one_shot", "two_shot", "ring")
+    for algorithm, num_elems in product(algorithms, (120_000, 120_011)):
+        sent_bytes = 4 * sent_elems(algorithm, num_elems, world_size, rank)
+        group = dist.new_group(backend="ringcomm", pg_options=Options(algorithm=algorithm))
         assert ringcomm.stats(group) == {}
         before = count(None, "all_reduce", algorithm)
         for turn in range(1, 3):
-            dist.all_reduce(torch.ones(num_bytes // 4), group=group)
+            dist.all_reduce(torch.ones(num_elems), group=group)
             assert count(group, "all_reduce", algorithm) == (turn, turn * sent_bytes)
         after = count(None, "all_reduce", algorithm)
         assert after == (before[0] + 2, before[1] + 2 * sent_bytes)
@@ -243,8 +261,9 @@ def test_errors_number_ranks_as_their_group_does(rank: int, tmp_path: Path) -> N
         assert f"rank {dead} (pid" in error["text"], error
 
 
-@in_ranks(4, TRANSPORTS)
+@in_ranks(4, ENVS_OF_FOUR)
 def test_ways_to_make_groups(rank: int) -> None:
+    """Of some ranks and of all, in turn: https://github.com/pytorch/pytorch/issues/145376"""
     pair, _ = dist.new_subgroups(2)
     assert sum_of(pair, rank) == (1 if rank < 2 else 5)
     crossed, _ = dist.new_subgroups_by_enumeration([[3, 0], [1, 2]])
@@ -252,8 +271,25 @@ def test_ways_to_make_groups(rank: int) -> None:
     if rank in (1, 3):  # the other ranks do not even call
         local = dist.new_group([1, 3], use_local_synchronization=True)
         assert sum_of(local, rank) == 4
+    everyone = dist.new_group()
+    assert sum_of(everyone, rank) == 6
+    if rank in (1, 3):
+        assert sum_of(local, rank) == 4
         dist.destroy_process_group(local)
+    dist.destroy_process_group(everyone)
     assert sum_of(None, rank) == 6
+
+
+@in_ranks(4, ENVS_OF_FOUR, fresh=True)
+def test_the_end_after_meshes_of_some_and_all_ranks(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/190396"""
+    part = init_device_mesh("cpu", (3,))
+    if part.get_coordinate() is not None:
+        assert sum_of(part.get_group(), 1) == 3
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    assert [sum_of(whole.get_group(dim), 1) for dim in range(2)] == [2, 2]
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
 
 
 # ---- a group in Python
@@ -327,6 +363,8 @@ def traced(path: Path, body: Callable[[], Any]) -> list[dict[str, Any]]:
     """The events of `body`, as a trace file has them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         body()
+    own = [event for event in profiler.events() or () if event.name.startswith("ringcomm:")]
+    assert all(event.is_async for event in own)  # torch's profilers know a backend's calls by that
     profiler.export_chrome_trace(str(path))
     return list(json.loads(path.read_text())["traceEvents"])
 
@@ -334,7 +372,11 @@ def traced(path: Path, body: Callable[[], Any]) -> list[dict[str, Any]]:
 @in_ranks(2)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_profiler(rank: int, is_async: bool, tmp_path: Path) -> None:
-    """ringcomm's event, for which torch's own tests look, and record_param_comms."""
+    """ringcomm's event, for which torch's own tests look, and record_param_comms.
+
+    Once for each call: https://github.com/ROCm/aiter/issues/1946
+    https://github.com/pytorch/pytorch/pull/46471
+    """
     own, large, whole = torch.ones(10), torch.ones(200_000), torch.ones(20, dtype=torch.bfloat16)
     one, parts = whole[:10].clone(), [torch.ones(1), torch.ones(2)]
     fields = ("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Group size")

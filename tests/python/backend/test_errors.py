@@ -329,6 +329,7 @@ WRONG: list[Wrong] = [
     (split([2, 2], [1, 1, 2]), ValueError, "each of the 2 ranks, got 3"),
     (split([2, 2], [1, 2]), ValueError, r"\[1, 2\], add up to 3, but there are 4 rows"),
     (split([2, 1 << 62], [2, 2]), ValueError, "do not fit its 4 rows"),
+    (split([-1, 5], [2, 2]), ValueError, "fit|negative"),
     (in_base(4, 4), ValueError, "needs an output of 8"),
     (in_base(4, 2, f16), TypeError, "one dtype"),
     (half_of_itself, ValueError, "share memory"),
@@ -338,8 +339,9 @@ WRONG: list[Wrong] = [
 ]
 
 
-@in_ranks(2)
+@in_ranks(2, TRANSPORTS)
 def test_wrong_arguments(rank: int) -> None:
+    """Splits among them: https://github.com/pytorch/pytorch/issues/101380"""
     for call, kind, words in WRONG:
         with pytest.raises(kind, match=words):
             call()

@@ -1,4 +1,4 @@
-"""A rank that cannot make a group: the others hear why at once; ranks that lack descriptors."""
+"""A rank that cannot make a group, or does not come to it: the others hear why, and of which."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import re
 import resource
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,15 +20,19 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
-from failures import timed
+from failures import ENVS, TRANSPORTS, caught, end_process, kill_named, timed
 from machines import limit_of_descriptors, limited, used_bytes
-from ranks import in_ranks, init_group
+from ranks import in_ranks, init_group, run_ranks
+from stores import EndsBehind, WatchedStore
+from stores import make_group as make_watched_group
 
 import ringcomm
+from ringcomm import message_backend
 from ringcomm.options import known_variables
 from ringcomm.parallel.offload.file_store import open_scratch
+from ringcomm.torch_names import TORCH_VERSION
 
-# The group's. Nothing here may take as long.
+# Of groups, by default 30 s. Nothing here may take as long.
 TIMEOUT_S = 60.0
 SOON_S = 20.0
 
@@ -251,3 +257,230 @@ def test_files_that_take_the_numbers_of_ours_are_left_alone(rank: int, tmp_path:
     for _, text in told:
         assert any(cause in text for cause in causes), told
         assert "died" not in text, told
+
+
+# ---- ranks that do not come, to the making of a group
+
+
+def assert_missing(error: dict[str, Any], rank: int, words: str) -> None:
+    assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", rank), error
+    assert words in error["text"], error
+
+
+@in_ranks(2, backend=None, fresh=True)
+def test_ranks_that_were_not_started_are_named(rank: int, tmp_path: Path) -> None:
+    """Rank 1 comes later, and so is still waiting when rank 0 has given up and ended."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(0.6 * rank)
+        error = caught(init_group, rank, 4, tmp_path / "store", 1.5)
+        (tmp_path / f"error-{rank}").write_text(json.dumps(error))
+        os._exit(1)
+    os.waitpid(pid, 0)
+    error = json.loads((tmp_path / f"error-{rank}").read_text())
+    assert_missing(error, 2, "ranks 2 and 3 did not join the group")
+
+
+@in_ranks(1, backend=None, fresh=True)
+def test_many_missing_ranks_are_counted(rank: int, tmp_path: Path) -> None:
+    words = "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not join the group"
+    assert_missing(caught(init_group, 0, 12, tmp_path / "store", 0.5), 1, words)
+
+
+@in_ranks(4, fresh=True)
+def test_new_group_names_missing_ranks_with_their_global_ranks(rank: int) -> None:
+    """Rank 3 of the group's ranks 1 and 3 does not call it."""
+    if rank == 3:
+        return
+    error = caught(dist.new_group, [1, 3], timedelta(seconds=1))
+    if rank == 1:
+        said = "ringcomm rank 0/2 (global rank 1): rank 1 of the group (global rank 3)"
+        assert_missing(error, 1, said)
+        assert "did not join the group" in error["text"]
+
+
+def make_nothing(*args: Any) -> None:
+    time.sleep(3)
+    raise RuntimeError("too late")
+
+
+@pytest.mark.slow
+@in_ranks(4, backend=None, fresh=True, env=TRANSPORTS["messages"])
+def test_only_ranks_that_do_not_connect_are_named(rank: int, tmp_path: Path) -> None:
+    """Ranks 1 and 2 are in the group, and never make their Gloo, so no other rank can."""
+    if rank in (1, 2):
+        message_backend.make = make_nothing  # type: ignore[assignment]
+    error = caught(init_group, rank, 4, tmp_path / "store", 1.0)
+    if rank in (0, 3):
+        assert_missing(error, 1, "ranks 1 and 2 did not connect to the others in 1000 ms")
+
+
+def wait_for_a_missing_rank(rank: int, folder: Path) -> None:
+    log = os.open(folder / f"log-{rank}", os.O_RDWR | os.O_CREAT)
+    os.dup2(log, 2)
+    if rank < 2:
+        error = caught(lambda: init_group(rank, 3, folder / "store", 12))
+        assert error["type"] == "CollectiveTimeoutError", error
+
+
+@pytest.mark.slow
+def test_one_rank_says_who_is_missing(tmp_path: Path) -> None:
+    run_ranks(3, wait_for_a_missing_rank, tmp_path, backend=None, fresh=True)
+    logs = [(tmp_path / f"log-{rank}").read_text() for rank in range(3)]
+    line = re.compile(r"rank 2 did not join the group in 1\d s; the group is still being made")
+    assert [len(line.findall(log)) for log in logs] == [1, 0, 0], logs
+
+
+# ---- to the barrier that names missing ranks (that no rank leaves it early: sequences)
+
+SHORT = timedelta(milliseconds=300)
+
+
+@in_ranks(fresh=True)
+@pytest.mark.parametrize(
+    ("env", "missing", "waits_for_all", "is_late"),
+    [
+        ("aaaa", [1, 3], False, False),
+        ("aaaa", [1], False, True),
+        *((env, [1, 3], True, True) for env in ("aaaa", "----", "abab")),
+    ],
+)
+def test_missing_ranks(
+    rank: int, env: str, missing: list[int], waits_for_all: bool, is_late: bool
+) -> None:
+    """The error of the ranks that come, after which the group does all it did before.
+
+    One timeout for all ranks: https://github.com/pytorch/pytorch/pull/55010
+    """
+    group: Any = dist.group.WORLD
+    error: dict[str, Any] = {}
+    begin = time.monotonic()
+    if rank not in missing:
+        error = caught(lambda: ringcomm.monitored_barrier(group, SHORT, waits_for_all))
+    assert time.monotonic() - begin < 10  # the group's timeout is 30 s
+    dist.barrier()
+    if rank in missing and is_late:
+        error = caught(lambda: group.monitored_barrier(SHORT, waits_for_all))
+    if rank not in missing or is_late:
+        names = "ranks 1 and 3" if waits_for_all and rank == 0 else "rank 1"
+        words = f"monitored_barrier: {names} did not come within 300 ms"
+        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
+        assert words in error["text"], error
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor)
+    assert (tensor == 4).all()
+    if is_late:  # all have come to that one, and come to the next
+        ringcomm.monitored_barrier(group, timedelta(seconds=20))
+    received = torch.zeros(2)
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+    elif rank == 1:
+        dist.recv(received, 0)
+        assert (received == 1).all()
+
+
+@in_ranks(2, fresh=True, group_timeout_s=0.5)
+def test_rank_0_missing(rank: int) -> None:
+    """The others wait as long as the group's time-out says: it is rank 0 who knows."""
+    if rank == 1:
+        error = caught(lambda: ringcomm.monitored_barrier(None, timedelta(milliseconds=100)))
+        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 0)
+        assert "monitored_barrier: rank 0 did not come within 500 ms" in error["text"]
+
+
+@in_ranks((1, 2))
+def test_arguments(rank: int) -> None:
+    group: Any = dist.group.WORLD
+    with pytest.raises(TypeError, match="timedelta"):
+        ringcomm.monitored_barrier(timeout=1.0)  # type: ignore[arg-type]
+    if TORCH_VERSION < (2, 14):
+        with pytest.raises(ValueError, match="GLOO"):
+            dist.monitored_barrier()
+    else:
+        dist.monitored_barrier()
+    group.monitored_barrier()
+    ringcomm.monitored_barrier(wait_all_ranks=True)
+
+
+# ---- ranks that die or become another program while a group is made
+#
+# At every step, without torch and Gloo: tests/cpp/test_deaths.cc; in calls: test_failures.py.
+
+
+def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: str) -> Any:
+    """What the first group and its first barrier come to, and this rank's operations."""
+    watcher = EndsBehind(path, end_behind if rank == victim else 0, how)
+
+    def make_and_use() -> None:
+        make_watched_group(WatchedStore(dist.FileStore(path, 3), watcher), rank, 3)
+        dist.barrier()
+
+    error, num_operations = timed(make_and_use), watcher.num_operations
+    if how == "exec":
+        kill_named(error, path + " seen", rank, victim)
+    return error, num_operations
+
+
+def assert_death(error: dict[str, Any], victim: int, *place: Any) -> None:
+    """Seen soon, from a rank's own start on: also the waits for the others' imports."""
+    assert (error.get("type"), error.get("rank")) == ("PeerDiedError", victim), (error, place)
+    assert error["seconds"] < 1 + SOON_S, (error, place)
+
+
+@pytest.mark.parametrize(
+    ("env", "victim", "how"),
+    [("shm", 0, "kill"), ("shm", 2, "kill"), ("messages", 1, "exec"), ("hosts", 2, "kill")],
+)
+def test_end_behind_operations_of_the_store(
+    tmp_path: Path, env: str, victim: int, how: str
+) -> None:
+    """Behind some operations, or every one where RINGCOMM_DEATHS asks for all."""
+    kind: dict[str, Any] = {"backend": None, "fresh": True, "env": ENVS[env]}
+    results = run_ranks(3, make_group_and_die, str(tmp_path / "0"), victim, 0, how, **kind)
+    num_operations = results[victim][1]
+    assert num_operations >= 5
+    stride = 1 if os.environ.get("RINGCOMM_DEATHS") == "all" else 9 if num_operations > 20 else 3
+    for end_behind in range(1, num_operations + 1, stride):
+        args = (str(tmp_path / str(end_behind)), victim, end_behind, how)
+        results = run_ranks(3, make_group_and_die, *args, may_die=[victim], **kind)
+        if results[victim] is not None:  # this time it came with fewer operations, and lives
+            assert end_behind > num_operations // 2
+            continue
+        for rank in {0, 1, 2} - {victim}:
+            assert_death(results[rank][0], victim, end_behind, rank)
+
+
+# Rank 1 is the first of the group, where torch can have it so: from 2.13 on.
+UNSORTED: dict[str, Any] = (
+    {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
+)
+
+
+@in_ranks(3, backend=None, fresh=True, may_die=[1])
+@pytest.mark.parametrize(
+    ("env", "how", "when"),
+    [("---", "kill", "before"), ("---", "kill", "after"), ("aba", "exec", "before")],
+)
+def test_end_while_gloo_connects(rank: int, env: str, how: str, when: str, tmp_path: Path) -> None:
+    """Rank 1 ends before Gloo connects, or when only its own end is made."""
+    make = dist.ProcessGroupGloo
+
+    def make_own(*args: Any, **kwargs: Any) -> Any:
+        if when == "after":
+            make(*args, **kwargs)
+        end_process(how)
+
+    if rank == 1:
+        dist.ProcessGroupGloo = make_own  # type: ignore[assignment,misc]
+    error = timed(lambda: init_group(rank, 3, tmp_path / "store", 60))
+    kill_named(error, str(tmp_path / "seen"), rank, 1)
+    assert_death(error, 1)
+
+
+@in_ranks(3, ENVS, fresh=True, may_die=[1])
+def test_death_before_a_new_group(rank: int) -> None:
+    """Known from the group of all ranks: nothing of rank 1 is in the store."""
+    dist.barrier()
+    if rank == 1:
+        end_process("kill")
+    assert_death(timed(lambda: dist.new_group([1, 0, 2], **UNSORTED)), 0 if UNSORTED else 1)

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow
-from failures import caught
+from failures import caught, end_process
 from machines import comes_true, limit_of_descriptors, limited
 from ranks import in_ranks
 
@@ -33,10 +33,6 @@ from ringcomm.torch_names import backend_of, timeout_of
 SOON_S = 20.0  # shrink takes milliseconds, and the group's time-out is 30 s
 PATIENCE_S = 3.0  # for a rank that lives and does not answer; the others must be faster
 in_new_ranks = partial(in_ranks, fresh=True)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail(group: Any = None) -> dict[str, Any]:
@@ -83,7 +79,7 @@ def test_a_death(rank: int, world_size: int, victims: list[int], at_once: bool) 
     left = list(range(world_size))
     for dead in [victims] if at_once else [[victim] for victim in victims]:
         if rank in dead:
-            die()
+            end_process("kill")
         left = [each for each in left if each not in dead]
         fail()
         before = num_calls()
@@ -126,7 +122,7 @@ def test_no_rank_dies(rank: int, what: str) -> None:
 @in_new_ranks(3, may_die=[2])
 def test_a_survivor_that_is_out_of_descriptors_says_so(rank: int) -> None:
     if rank == 2:
-        die()
+        end_process("kill")
     fail()
     most = limit_of_descriptors(0 if rank == 0 else 100)
     with limited(resource.RLIMIT_NOFILE, most):
@@ -209,7 +205,7 @@ def test_other_groups(rank: int) -> None:
     first, pair, three = (dist.new_group(ranks) for ranks in ([0, 1], [1, 3], [1, 2, 3]))
     dist.barrier()
     if rank == 0:
-        die()
+        end_process("kill")
     fail()
     shrink_to(rank, [1, 2, 3])
     if rank == 1:
@@ -255,7 +251,7 @@ def test_a_subgroup(rank: int) -> None:
 def test_a_death_in_shrink(rank: int, delay_ms: float) -> None:
     """Rank 0 dies at once, and rank 2 somewhere in shrink()."""
     if rank == 0:
-        die()
+        end_process("kill")
     fail()
     if rank == 2:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, wherever it is
@@ -307,7 +303,7 @@ def test_a_group_that_does_not_share_memory_is_refused(rank: int, env: str, tmp_
         dist.barrier()
     assert ringcomm.health() == ringcomm.Health(("alive",) * 4, None)
     if rank == 3:
-        die()
+        end_process("kill")
     error = fail()
     assert (error["type"], error["rank"]) == ("PeerDiedError", 3)
     refuse()
@@ -329,7 +325,7 @@ def test_health(rank: int) -> None:
     dist.all_reduce(torch.ones(4))
     assert ringcomm.health() == ringcomm.Health(("alive",) * 3, None)
     if rank == 1:
-        die()
+        end_process("kill")
     wait_for_death(1)
     # The other rank sees the death, or that this one has.
     error = caught(dist.all_reduce, torch.ones(4))
@@ -345,7 +341,7 @@ def test_a_rank_that_ends_after_its_last_call(rank: int) -> None:
     if rank == 0:
         dist.all_reduce(torch.ones(4), async_op=True)  # begun, and published by the queue's thread
         time.sleep(0.5)
-        die()
+        end_process("kill")
     wait_for_death(0)
     dist.all_reduce(tensor)
     assert tensor[0].item() == 4

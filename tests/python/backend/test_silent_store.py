@@ -259,12 +259,7 @@ ROWS = [
 )
 def test_what_each_step_of_a_group_does(step: str, env: str, how: str, tmp_path: Path) -> None:
     """`env`: the hosts of the ranks."""
-    num_ranks = len(env)
-    args = (str(tmp_path), num_ranks, how, step)
-    options: Any = {"may_die": [num_ranks, *([1] if step == "shrunk" else [])], "fresh": True}
-    places = [*hosts(env), {}]
-    results = run_ranks(num_ranks + 1, run_step, *args, backend=None, env=places, **options)
-    CHECKS[step](results[:-1], env, how)
+    CHECKS[step](results_of(tmp_path, env, how, step), env, how)
 
 
 @in_ranks(2, backend=None, fresh=True)

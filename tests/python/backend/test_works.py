@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from failures import TRANSPORTS, caught
 from machines import comes_true
-from ranks import in_ranks, run_ranks
+from ranks import hosts, in_ranks, run_ranks
 from sequence_calls import KINDS
 from sequences import run_calls
 from test_collectives import covering_calls
@@ -136,6 +136,25 @@ def test_waiting_releases_the_gil(rank: int) -> None:
         dist.barrier()
         assert len(ticks) == 10
         thread.join()
+
+
+@in_ranks(4, {**TRANSPORTS, "aaba": hosts("aaba")})
+def test_batches_that_differ_between_ranks(rank: int) -> None:
+    """https://github.com/NVIDIA/nccl/issues/2130 https://github.com/pytorch/pytorch/issues/109401"""
+    peer = rank ^ 1
+    mine, theirs, last = torch.full((9,), rank), torch.zeros(9, dtype=torch.long), torch.zeros(1)
+    batch = [dist.P2POp(dist.isend, mine, peer)] if rank % 2 else []
+    batch += [dist.P2POp(dist.irecv, theirs, peer)]
+    batch += [] if rank % 2 else [dist.P2POp(dist.isend, mine, peer)]
+    works = dist.batch_isend_irecv(batch)
+    if rank % 2:  # the other rank has no such batch: a send, and later a receive
+        works += dist.batch_isend_irecv([dist.P2POp(dist.irecv, last, peer)])
+    else:
+        dist.send(torch.tensor([4.0]), peer)
+    for work in works:
+        work.wait()
+    assert theirs.unique().tolist() == [peer]
+    assert last.item() == (4 if rank % 2 else 0)
 
 
 # ---- a receive into a larger tensor than the message

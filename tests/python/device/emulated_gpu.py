@@ -285,20 +285,21 @@ def run_on_gpus(
 
 
 def in_emulated_ranks(
-    world_size: int, *, kernels: bool = True, env: dict[str, str] | None = None, **options: Any
+    world_size: int, *, kernels: bool = True, env: Any = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of a function that every rank runs, as ranks.in_ranks() does.
 
     Args:
         world_size: the number of ranks.
         kernels: whether there are ringcomm's; without, groups are over messages.
-        env: more settings.
+        env: more settings: for all, or each its own.
         options: run_on_gpus()'s.
     """
 
     def run(body: ranks.Body, *args: Any) -> None:
         __tracebackhide__ = True
-        settings = {**(with_kernels() if kernels else {}), **(env or {})}
+        own = env if isinstance(env, list) else [env or {}] * world_size
+        settings = [{**(with_kernels() if kernels else {}), **mine} for mine in own]
         run_on_gpus(world_size, body, *args, env=settings, **options)
 
     return lambda body: ranks.make_test(body, run, [])

@@ -10,7 +10,7 @@ import datetime
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from cases import name_of, quick
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
-from failures import caught
+from failures import timed
 from gpu_ranks import meet
 
 import ringcomm
@@ -109,19 +109,12 @@ def go_through_everything(rank: int, in_turns: bool) -> None:
     dist.barrier()  # of the hosts: who has died meanwhile is named here
 
 
-def named(call: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """Which rank the error of a call names, and how long the call took."""
-    begin = time.monotonic()
-    error = caught(call, *args)
-    return {**error, "seconds": time.monotonic() - begin}
-
-
 def outcome(rank: int, in_turns: bool) -> dict[str, Any]:
     def whole() -> None:
         go_through_everything(rank, in_turns)
         dist.barrier()
 
-    return named(whole)
+    return timed(whole)
 
 
 def assert_named(results: list[Any], step: int = 0) -> None:
@@ -233,7 +226,7 @@ def wait_late(rank: int) -> None:
         emugpu.synchronize()
         dist.barrier(device_ids=[emugpu.current_device()])
 
-    assert_named([named(call)])
+    assert_named([timed(call)])
 
 
 # ---- by giving up

@@ -83,7 +83,10 @@ def gpu_files() -> set[Path]:
     return {Path(link) for link in links if link.startswith("/dev/shm/ringcomm-gpu-")}
 
 
-def check_removed_file(rank: int) -> str:
+@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_SMS": "8"}, fresh=True)
+def test_without_its_file_of_seats_a_gpu_has_no_more_groups_of_kernels(
+    rank: int, tmp_path: Path
+) -> None:
     (group,) = groups_in_use(1)
     (file,) = gpu_files()
     assert not remove_gpu_file(file)  # the tests' clean-up
@@ -96,27 +99,20 @@ def check_removed_file(rank: int) -> str:
         summed = torch.ones(1, device=GPU)
         dist.all_reduce(summed, group=either)
         assert summed.item() == dist.get_world_size()
-    return transport(other)
-
-
-def test_without_its_file_of_seats_a_gpu_has_no_more_groups_of_kernels(tmp_path: Path) -> None:
-    for how in run(2, check_removed_file):
-        assert "cuda_ipc" not in how
-    left_behind = tmp_path / "ringcomm-gpu-0"
+    assert "cuda_ipc" not in transport(other)
+    left_behind = tmp_path / f"ringcomm-gpu-{rank}"
     left_behind.touch()
     assert remove_gpu_file(left_behind)
     assert not left_behind.exists()
 
 
-def check_hang(rank: int) -> str:
-    return str(caught(check_late_rank, rank, 4, 1.5).get("text"))
+FEW = {"RINGCOMM_EMULATOR_REAL_SMS": "6", "RINGCOMM_EMULATOR_QUEUES": "0"}
 
 
-def test_on_a_gpu_with_fewer_multiprocessors_than_it_says_they_leave_none() -> None:
+@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_SMS": "8", **FEW}, fresh=True)
+def test_on_a_gpu_with_fewer_multiprocessors_than_it_says_they_leave_none(rank: int) -> None:
     """The control of the test above: where blocks are not counted right, the late rank hangs."""
-    few = {"RINGCOMM_EMULATOR_REAL_SMS": "6", "RINGCOMM_EMULATOR_QUEUES": "0"}
-    said = run(2, check_hang, env=few)
-    assert all("1500 ms" in text for text in said), said
+    assert "1500 ms" in caught(check_late_rank, rank, 4, 1.5)["text"]
 
 
 @in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_SMS": "12"}, fresh=True)
@@ -184,7 +180,8 @@ def test_messages_without_room_are_refused_on_both_ranks_and_the_others_arrive()
             assert values == [-1.0 if (rank, peer) in pairs else peer + 1.0], results
 
 
-def check_overlap(rank: int) -> str:
+@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_SMS": "8"}, fresh=True, group_timeout_s=10.0)
+def test_a_replay_beside_a_call_on_another_stream_is_an_error(rank: int) -> None:
     x = torch.ones(1000, device=GPU)
     y = torch.ones(1000, device=GPU)
     dist.all_reduce(x)
@@ -207,9 +204,4 @@ def check_overlap(rank: int) -> str:
     else:
         store.wait(["rank 0 has heard"])
         said = caught(call)
-    return str(said.get("text"))
-
-
-def test_a_replay_beside_a_call_on_another_stream_is_an_error() -> None:
-    for said in run(2, check_overlap, group_timeout_s=10.0):
-        assert "two calls of this group ran at the same time on rank 0" in said, said
+    assert "two calls of this group ran at the same time on rank 0" in said["text"], said

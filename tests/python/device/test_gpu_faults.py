@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from failures import caught
+from failures import caught, timed
 from gpu_ranks import (
     CUDA,
     Gpus,
@@ -52,8 +52,7 @@ def outcome(call: Callable[[], Any]) -> dict[str, Any]:
             time.sleep(LATER_CALL_S)
             dist.all_reduce(ones(2))
 
-    begin = time.monotonic()
-    return {**caught(whole), "seconds": time.monotonic() - begin}
+    return timed(whole)
 
 
 def is_gpu_usable() -> bool:

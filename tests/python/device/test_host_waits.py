@@ -1,7 +1,4 @@
-"""How often the host waits for the device, and copies from and to it, in a step of each system.
-
-The aim is never, but where the program asks for a number of the device: a norm, a loss scale.
-"""
+"""What a GPU costs the host: waits for the device, copies, and calls of CUDA's driver."""
 
 from __future__ import annotations
 
@@ -11,10 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import emugpu
 import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from emulated_gpu import driver_calls, in_emulated_ranks
+from gpu_ranks import meet
 from ranks import place, run_ranks
 from rows import Blocks, adamw, sgd, trained_by
 from steps import apply_steps
@@ -23,12 +23,15 @@ from test_parallelize import make as make_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ringcomm
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import ParallelDims, ParameterServer, activations, parallelize
+from ringcomm.torch_names import TORCH_VERSION, all_gather_single
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
 GPU = "emugpu"
+# The aim is no wait, but where the program asks for a number of the device: a norm, a loss scale.
 # Of operators: the result is a number, or has a shape that depends on values.
 READING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
 
@@ -221,3 +224,127 @@ def count(rank: int, device: str, name: str) -> tuple[dict[str, int], list[str]]
 def test_waits_of_a_step(name: str) -> None:
     for counts, places in run_ranks(2, count, GPU, name):
         assert counts == SYSTEMS[name][1], "\n".join(places)
+
+
+# ---- calls of CUDA's driver
+
+# Of a call on the caller's stream: which context, which capture, the kernel, the event behind it.
+ONE_CALL: tuple[str, ...] = (
+    "cuCtxGetCurrent",
+    "cuStreamGetCaptureInfo_v2",
+    "cuLaunchKernel",
+    "cuEventRecord",
+)
+if TORCH_VERSION >= (2, 15):  # c10d looks at the current stream once more
+    ONE_CALL += ONE_CALL[:2]
+# Whose memory a buffer is in, of calls that could use it in place.
+LOOK_AT_BUFFER = ("cuPointerGetAttributes",)
+# Of one on the group's own stream, besides: it waits for the caller's stream. Then of wait(): the
+# caller's stream waits for it.
+OWN_STREAM = ("cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent", "cuStreamWaitEvent")
+# Whether an earlier call is over, whose tensors this rank still keeps.
+ONE_LOOK = ("cuThreadExchangeStreamCaptureMode", "cuEventQuery")
+
+
+counted = partial(in_emulated_ranks, env={"RINGCOMM_EMULATOR_SMS": "48"}, fresh=True)
+
+
+def calls_of(body: Callable[[], Any], times: int) -> Counter[str]:
+    """The driver's calls of `times` calls, after four that make what is used again and map it.
+
+    The fewest of three tries: between calls that are long apart, a thread looks for freed memory.
+    """
+    for _ in range(4):
+        body()
+        emugpu.synchronize()
+    found = []
+    for _ in range(3):
+        emugpu.synchronize()
+        before = driver_calls()
+        for _ in range(times):
+            body()
+        found.append(driver_calls() - before)
+    return found[0] & found[1] & found[2]
+
+
+@counted(2)
+def test_synchronous_calls(rank: int) -> None:
+    """Four calls of the driver each, and none more as calls add up. Long ones look at each buffer
+    of which all before it can be lent, and as often whether one that is mapped has been freed.
+    """
+    world_size = dist.get_world_size()
+    small, large = torch.ones(10, device=GPU), torch.ones(100_000, device=GPU)
+    mapped = torch.ones(1 << 20, device=GPU)
+    gathered = torch.empty(world_size * 10, device=GPU)
+    ring = dist.new_group(pg_options=ringcomm.Options(algorithm="ring"))
+    # `large` is last: CUDA exports it with others only, so 16 buffers after it are staged.
+    bodies: list[tuple[Callable[[], Any], int]] = [
+        (lambda: dist.all_reduce(small), 0),
+        (lambda: dist.all_reduce(large, group=ring), 0),
+        (lambda: dist.broadcast(large, 0), 0),
+        (lambda: all_gather_single(gathered, small), 0),
+        (lambda: dist.all_reduce(mapped), 4),
+        (lambda: dist.all_reduce(large), 2),
+    ]
+    for body, num_looks in bodies:
+        calls = ONE_CALL + LOOK_AT_BUFFER * num_looks
+        assert calls_of(body, 50) == Counter(calls * 50)
+        meet()  # what one cannot lend, the others stage as well, also in earlier calls
+
+
+@counted(2)
+def test_asynchronous_calls(rank: int) -> None:
+    """Six calls of the driver each, and two of wait(); two or three more where earlier ones are not
+    waited for. The first makes no stream: a driver may wait with that until kernels have ended.
+    """
+    tensor = torch.ones(100_000, device=GPU)
+    dist.all_reduce(tensor)
+    before = driver_calls()
+    dist.all_reduce(tensor, async_op=True).wait()
+    assert (driver_calls() - before)["cuStreamCreate"] == 0
+    assert before["cuStreamCreate"] > 0
+
+    def one() -> None:
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+
+    def bucketed() -> None:
+        for work in [dist.all_reduce(tensor, async_op=True) for _ in range(3)]:
+            work.wait()
+
+    expected = Counter(ONE_CALL + LOOK_AT_BUFFER + OWN_STREAM)
+    assert calls_of(one, 20) == Counter({name: 20 * num for name, num in expected.items()})
+    found = calls_of(bucketed, 20)
+    for name, num in expected.items():
+        assert found.pop(name) == 60 * num
+    assert set(found) <= set(ONE_LOOK)  # two of three calls look once or more
+    assert found["cuEventQuery"] <= 3 * 60
+    assert found["cuThreadExchangeStreamCaptureMode"] == 2 * found["cuEventQuery"]
+
+
+@counted(3)
+def test_messages(rank: int) -> None:
+    """A batch of messages is one kernel and one event, whatever ranks they are with."""
+    world_size = dist.get_world_size()
+    peers = [peer for peer in range(world_size) if peer != rank]
+    sent, received = torch.ones(1000, device=GPU), torch.empty(world_size, 1000, device=GPU)
+
+    def batch() -> None:
+        ops = [dist.P2POp(dist.isend, sent, peer) for peer in peers]
+        ops += [dist.P2POp(dist.irecv, received[peer], peer) for peer in peers]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    found = calls_of(batch, 10)
+    assert found["cuLaunchKernel"] == 10
+    assert found["cuEventRecord"] == 2 * 10
+    assert found["cuEventCreate"] == found["cuEventDestroy_v2"] == 0
+
+
+@in_emulated_ranks(2, kernels=False)
+def test_batches_over_messages(rank: int) -> None:
+    """The ring over messages: a batch for each 4 MiB of a chunk and step, not for each 256 KiB."""
+    ring = dist.new_group(pg_options=ringcomm.Options(algorithm="ring"))
+    tensor = torch.ones(4 << 20, device=GPU)  # 16 MiB: two chunks of two slots, two steps
+    found = calls_of(lambda: dist.all_reduce(tensor, group=ring), 1)
+    assert found["cuLaunchHostFunc"] == 4

@@ -22,6 +22,7 @@ import emulated_gpu
 import pytest
 import verify_gpu
 from cases import slow
+from rank_programs import run_command
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
@@ -81,7 +82,7 @@ def check_tables(lines: str, folder: Path, num_points: int, ranks: int) -> None:
     path = folder / "sweep.jsonl"
     path.write_text(lines)
     command = [sys.executable, str(TABLE)]
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=True)
+    done = run_command(*command, path)
     assert done.stdout.count("**all_reduce, ") == 2
     assert f"**reduce_scatter, {ranks} ranks, bfloat16**" in done.stdout
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "| " in line]
@@ -92,9 +93,7 @@ def check_tables(lines: str, folder: Path, num_points: int, ranks: int) -> None:
     for row in values:
         ratio = float(row["p50, µs"]) / float(row["predicted, µs"])
         assert float(row["p50 / predicted"]) == pytest.approx(ratio, rel=0.1, abs=0.1)
-    options = [*command, "--cuts"]
-    piped = subprocess.run(options, input=lines, capture_output=True, text=True, check=True)
-    assert piped.stdout == done.stdout
+    assert run_command(*command, "--cuts", input=lines).stdout == done.stdout
 
 
 @pytest.mark.slow
@@ -106,6 +105,31 @@ def test_blocks_and_regions_are_swept(tmp_path: Path) -> None:
     assert len({blocks for blocks, _ in cuts}) == 3
     assert {region for _, region in cuts} == {8 << 10, 16 << 10, 32 << 10, 64 << 10}  # of a block
     assert {p["is_plan"] for p in staged} == {True, False}
+
+
+USAGE = "usage: kernel_sweep"
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "status", "said"),
+    [
+        ("kernel_sweep --ranks 1", {}, 2, ("--ranks is 2 to 32", USAGE)),
+        ("kernel_sweep --sizes 10", {}, 2, ("multiples of 4 bytes for each rank", USAGE)),
+        ("kernel_sweep --speed 2", {}, 2, ("there is no option --speed", USAGE)),
+        ("kernel_sweep --sizes 1024", {"MPS": "0"}, 1, ("start MPS",)),
+        # It takes too long.
+        ("kernel_sweep --sizes 1024 --limit-s 1", {"DELAY_US": "200000"}, 1, ("after 1 s",)),
+        ("probe --only why", {}, 2, ()),
+        ("probe --speed 2", {}, 2, ()),
+    ],
+)
+def test_what_cannot_run_says_why(
+    tmp_path: Path, words: str, settings: dict[str, str], status: int, said: tuple[str, ...]
+) -> None:
+    name, *arguments = words.split()
+    done = run(name, tmp_path, *arguments, **settings)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert all(text in done.stderr for text in said), done.stderr
 
 
 def test_a_wrong_element_is_seen(tmp_path: Path) -> None:
@@ -160,33 +184,6 @@ def test_a_limit_ends_the_rounds(tmp_path: Path) -> None:
     done = sweep(tmp_path, "--rounds", "1000000", "--sizes", "1024", "--limit-s", "12")
     assert done.returncode == 0, done.stderr
     assert {point.get("num_wrong", 0) for point in points(done)} == {0}
-
-
-def test_a_run_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "--sizes", "1024", "--limit-s", "1", DELAY_US="200000")
-    assert done.returncode == 1
-    assert "stopped after 1 s" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--ranks", "1"), "--ranks is 2 to 32"),
-        (("--sizes", "10"), "multiples of 4 bytes for each rank"),
-        (("--speed", "2"), "there is no option --speed"),
-    ],
-)
-def test_bad_arguments_are_refused(tmp_path: Path, arguments: tuple[str, str], text: str) -> None:
-    done = sweep(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert text in done.stderr
-    assert "usage: kernel_sweep" in done.stderr
-
-
-def test_without_mps_nothing_runs(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "--sizes", "1024", MPS="0")
-    assert done.returncode == 1
-    assert "start MPS" in done.stderr
 
 
 # ---- probe
@@ -266,11 +263,6 @@ def test_a_process_that_dies_or_stops_has_no_answer(tmp_path: Path) -> None:
         program.kill()
     assert first["answer"].startswith("none in time, the exporter at: ")
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-def test_a_question_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    for arguments in (("--only", "why"), ("--speed", "2")):
-        assert ask(tmp_path, *arguments) == (2, {})
 
 
 def test_the_checks_have_every_question() -> None:

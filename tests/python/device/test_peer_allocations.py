@@ -262,25 +262,11 @@ def test_captured_where_one_rank_lends(rank: int) -> None:
         check_sum(torch.empty_like(x), turn)
 
 
-@in_two
-def test_messages_under_way(rank: int) -> None:
-    """One that waits for a peer that is in a collective: nothing is mapped before it has ended."""
-    tensor = new_tensor()
-    message = torch.full((1 << 20,), rank, dtype=torch.int32, device=GPU)
-    for turn in range(FEW_CALLS):
-        sent = dist.isend(message, 1) if rank == 0 else None
-        tensor.fill_(turn)
-        dist.all_reduce(tensor)
-        if sent is None:
-            dist.recv(message, 0)
-            assert message[::1000].unique().tolist() == [0]
-        else:
-            sent.wait()
-        assert tensor[::1000].unique().tolist() == [2 * turn]
+WITHOUT_IPC: list[dict[str, str]] = [{}, {"RINGCOMM_EMULATOR_IPC": "0"}]
 
 
-def check_staged(rank: int) -> None:
-    """Where the allocations of one rank cannot be mapped."""
+@in_emulated_ranks(2, env=WITHOUT_IPC, fresh=True)
+def test_one_rank_that_cannot_hand_out_its_memory(rank: int) -> None:
     tensor = new_tensor()
     check_sums(tensor, 2 * FEW_CALLS)
     assert bytes_read_of_peers(tensor) == 0
@@ -317,11 +303,6 @@ IN_PLACE = covering([check_in_place, check_moves], [1, 3])
 @pytest.mark.parametrize(("check", "num_devices"), IN_PLACE, ids=name_of)
 def test_ordinary_tensors_are_used_in_place(check: Callable[[int], None], num_devices: int) -> None:
     run_on_gpus(3, check, num_devices=num_devices, env=with_kernels(), fresh=True)
-
-
-def test_one_rank_that_cannot_hand_out_its_memory() -> None:
-    without = with_kernels() | {"RINGCOMM_EMULATOR_IPC": "0"}
-    run_on_gpus(2, check_staged, env=[with_kernels(), without], fresh=True)
 
 
 # ---- ringcomm.empty_shared
@@ -363,20 +344,18 @@ def test_a_graph_uses_a_shared_tensor_in_place_from_its_first_call(rank: int) ->
     assert bytes_read_of_peers(tensor) > 0
 
 
-def check_shared_but_staged(rank: int) -> None:
+@in_emulated_ranks(2, env=WITHOUT_IPC, fresh=True)
+def test_a_shared_tensor_that_cannot_be_mapped_says_so(rank: int) -> None:
+    """Of one rank, on all."""
     with pytest.warns(UserWarning, match=r"empty_shared: .* are staged"):
         tensor = shared_tensor()
     check_sum(tensor)
     assert bytes_read_of_peers(tensor) == 0
 
 
-def test_a_shared_tensor_that_cannot_be_mapped_says_so() -> None:
-    """Of one rank, on all."""
-    without = with_kernels() | {"RINGCOMM_EMULATOR_IPC": "0"}
-    run_on_gpus(2, check_shared_but_staged, env=[with_kernels(), without], fresh=True)
-
-
-def check_one_rank_out_of_memory(rank: int) -> None:
+@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}, fresh=True)
+def test_one_rank_without_memory_for_a_shared_tensor(rank: int) -> None:
+    """The others do not wait for it."""
     if rank == 0:
         with pytest.raises(RuntimeError, match="cannot allocate memory for a tensor"):
             ringcomm.empty_shared(2 * MEMORY, dtype=torch.uint8, device=GPU)
@@ -384,12 +363,6 @@ def check_one_rank_out_of_memory(rank: int) -> None:
         with pytest.warns(UserWarning, match="are staged"):
             ringcomm.empty_shared(MEMORY // 8, dtype=torch.uint8, device=GPU)
     few_calls()
-
-
-def test_one_rank_without_memory_for_a_shared_tensor() -> None:
-    """The others do not wait for it."""
-    env = with_kernels() | {"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}
-    run_on_gpus(2, check_one_rank_out_of_memory, env=env, fresh=True)
 
 
 # ---- FSDP2 and DDP, whose buffers are ordinary memory

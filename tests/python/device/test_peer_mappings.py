@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from typing import Any
 
 import emugpu
 import emulated_gpu
@@ -17,13 +18,14 @@ from cases import slow
 from emulated_gpu import in_emulated_ranks, run_on_gpus, with_kernels
 from emulator_driver import Handle
 from gpu_ranks import meet
+from sequence_side import Call
+from sequences import run_calls
 from test_peer_allocations import (
     FEW_CALLS,
     GPU,
     MEMORY,
     NUM_BYTES,
     bytes_read_of_peers,
-    check_staged,
     check_sum,
     check_sums,
     new_tensor,
@@ -285,17 +287,76 @@ def test_two_groups(refuses: str) -> None:
     run_on_gpus(2, check_two_groups, env=env, fresh=True)
 
 
-def check_switched_off(rank: int) -> None:
-    check_staged(rank)
-    assert num_mapped() == 0
-
-
-def test_one_rank_that_switches_it_off() -> None:
-    off = with_kernels() | {"RINGCOMM_MAP_TENSORS": "0"}
-    run_on_gpus(2, check_switched_off, env=[with_kernels(), off], fresh=True)
+@in_emulated_ranks(2, env=[{}, {"RINGCOMM_MAP_TENSORS": "0"}], fresh=True)
+def test_one_rank_that_switches_it_off(rank: int) -> None:
+    tensor = new_tensor()
+    check_sums(tensor, 2 * FEW_CALLS)
+    assert (bytes_read_of_peers(tensor), num_mapped()) == (0, 0)
 
 
 def test_release_without_anything_mapped() -> None:
     assert ringcomm.release()
     with pytest.raises(ValueError, match="must not be negative, got -1"):
         ringcomm.release(-1)
+
+
+# ---- collectives where all ranks, some or none pass a tensor of ringcomm.empty_shared
+
+NUM_ELEMS = 1 << 20
+
+
+@in_emulated_ranks(2)
+def test_a_graph_from_before_any_shared_tensor(rank: int) -> None:
+    """A graph from before the first shared tensor meets a peer's eager call of one."""
+    dist.all_reduce(torch.ones(10, device=GPU))
+    given = torch.full((NUM_ELEMS,), rank + 1.0, device=GPU)
+    graph = emugpu.CUDAGraph()
+    with emugpu.graph(graph):
+        dist.all_reduce(given)
+    shared = ringcomm.empty_shared(NUM_ELEMS, device=GPU).fill_(rank + 1.0)
+    emugpu.synchronize()
+    if rank == 0:
+        graph.replay()
+    else:
+        dist.all_reduce(shared)
+    emugpu.synchronize()
+    assert (given if rank == 0 else shared).unique().tolist() == [3.0]
+
+
+# Several slices for each block; synchronous, in place where that can be, and later; shares of
+# different sizes, of which some are nothing.
+SIZE, IN_PLACE = 150_001, 22
+REDUCED = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+MOVED = ("broadcast", "gather", "scatter", "all_gather", "all_gather_into_tensor", "all_to_all")
+CALLS = [
+    Call(kind, dtype="int32", op=op, size=SIZE, uneven=uneven, root=1, wait=wait, variety=variety)
+    for kind, op, uneven in (
+        *((kind, op, 0) for kind in REDUCED for op in ("sum", "max")),
+        *((kind, "sum", 0) for kind in MOVED),
+        *(("all_to_all_single", "sum", uneven) for uneven in (0, 5)),
+    )
+    for wait, variety in ((0, 0), (0, IN_PLACE), (1, 1))
+]
+
+
+@pytest.mark.parametrize(
+    "sharing", [[True] * 3, [False, True, False], slow([True, False, True])], ids=str
+)
+@in_emulated_ranks(3, fresh=True)
+def test_collectives_of_shared_tensors(rank: int, sharing: list[bool]) -> None:
+    """Pieces of a tensor that all ranks make, whether they use it or not, used where they are."""
+    device = torch.device(GPU, emugpu.current_device())
+    shared = ringcomm.empty_shared(1 << 22, dtype=torch.int32, device=GPU)
+    begin = rank % 4  # ranks' tensors begin at different places of theirs
+
+    def piece(length: int, **options: Any) -> Tensor:
+        nonlocal begin
+        begin += length
+        return shared[begin - length : begin]
+
+    for _ in range(2):
+        for call in CALLS:
+            begin = rank % 4
+            assert run_calls([call], device, empty=piece if sharing[rank] else torch.empty) == []
+    assert num_mapped() > 0
+    assert run_calls(CALLS[::3], device) == []  # also the same call of memory that is not shared

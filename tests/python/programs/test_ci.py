@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
+
+from rank_programs import run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = re.compile(r"(?s)(cat <<'END'\n).*?(\nEND\n)")
@@ -29,15 +30,8 @@ def run(root: Path, *words: str) -> tuple[int, list[str]]:
         who = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
         commit = ["git", *who, "commit", "-q", "--allow-empty", "-m", "one"]
         subprocess.run(commit, cwd=root, check=True)
-    done = subprocess.run(
-        ["bash", str(script), *words],
-        env={**os.environ, "PYTHON": "python3"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    env = {"PYTHON": "python3"}
+    done = run_command("bash", script, *words, env=env, stderr=subprocess.STDOUT)
     return done.returncode, done.stdout.splitlines()
 
 

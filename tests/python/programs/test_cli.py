@@ -9,13 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from html_report import read_records
+from machines import comes_true
 from test_trace import of, titles
 
 from _ringcomm import start as cli
@@ -166,10 +166,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_was_measured(tmp_path: Path) -
     files = ["--json", str(path), "--html", str(page)]
     line = ["bench", "all_reduce", "--world-size", "3", "--sizes", sizes, "--peers", "none"]
     process = start(*COMMAND, *line, *files, *QUICK, OMP_NUM_THREADS="1")
-    deadline = time.monotonic() + TIMEOUT_S
-    while not length(page) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert comes_true(lambda: length(page) or process.poll() is not None, TIMEOUT_S)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     status, out, err = finish(process)
     assert (status, err) == (EXIT_INTERRUPTED, "ringcomm bench: interrupted\n")
@@ -259,10 +256,7 @@ def test_nothing_outlives_an_interrupted_command(number: signal.Signals, tmp_pat
     ready = tmp_path / "ready"
     script = f"trap 'kill $!; exit 1' INT TERM; sleep 300 & touch {ready}; wait"
     process = start(*TRACE, "-o", str(tmp_path / "t.json"), "--", "sh", "-c", script)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not ready.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert comes_true(ready.exists, TIMEOUT_S)
     process.send_signal(number)  # to the command alone, as a service manager does
     status, _, err = finish(process)  # which sees that the session has no other process
     assert status == 130

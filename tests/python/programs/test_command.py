@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -22,7 +21,7 @@ from machines import comes_true
 from rank_programs import run_command
 from report import fitted, make_table
 from rich.console import Console
-from test_cli import COMMAND, ROOT, TIMEOUT_S, finish, members, start
+from test_cli import COMMAND, ROOT, TIMEOUT_S, members, start
 
 import _ringcomm.command
 from _ringcomm import start as cli
@@ -77,9 +76,7 @@ def completed(line: str, folder: Path) -> list[str]:
     env = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "IFS": "\n"}
     env |= {"_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     code = "import sys, _ringcomm.start; sys.argv = ['ringcomm']; _ringcomm.start.main()"
-    subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, timeout=TIMEOUT_S, check=False
-    )
+    run_command(sys.executable, "-c", code, env=env)
     return sorted(word.strip() for word in answer.read_text().split("\n"))
 
 
@@ -122,15 +119,8 @@ def test_a_command_whose_reader_has_gone(line: str, tmp_path: Path) -> None:
     else:
         os.close(reading)
     try:
-        done = subprocess.run(
-            [*COMMAND, *line.format(folder=tmp_path).split()],
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        words = line.format(folder=tmp_path).split()
+        done = run_command(*COMMAND, *words, env={"PYTHONUNBUFFERED": "1"}, stdout=writing)
     finally:
         os.close(writing)
     assert done.returncode == 141, done.stderr
@@ -180,14 +170,8 @@ def test_a_full_disk_is_an_error() -> None:
     """https://github.com/wren-lang/wren-cli/issues/56: the buffer is written after the status."""
     for words in (["--help"], ["plan", "--model", "gpt2", "--gpus", "1"]):
         with Path("/dev/full").open("w", encoding="utf-8") as full:
-            done = subprocess.run(
-                [*COMMAND, *words],
-                stdout=full,
-                stderr=subprocess.PIPE,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        assert b": [Errno 28] No space left on device\n" in done.stderr, words
+            done = run_command(*COMMAND, *words, stdout=full)
+        assert ": [Errno 28] No space left on device\n" in done.stderr, words
         assert done.returncode == 1
     page = run_command(*COMMAND, "show", "loss", "-o", "/dev/full")
     said = "ringcomm show: /dev/full: No space left on device\n"
@@ -211,9 +195,9 @@ def test_a_locale_without_unicode() -> None:
     """https://github.com/labgrid-project/labgrid/issues/486: an arrow ended the program."""
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     for words in (["show", "--help"], ["plan", "--model", "gpt2", "--gpus", "1"]):
-        status, out, err = finish(start(*COMMAND, *words, **ascii_only))
-        assert (status, err) == (0, "")
-        assert out.isascii()
+        done = run_command(*COMMAND, *words, env=ascii_only)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.isascii()
 
 
 @pytest.mark.parametrize("columns", ["", "0", "many"])
@@ -228,9 +212,8 @@ def test_without_a_terminal(columns: str) -> None:
 
 def test_without_a_home_and_a_name() -> None:
     """https://github.com/fosrl/cli/issues/44: as a service."""
-    command = ["env", "-i", *COMMAND, "plan", "--model", "gpt2", "--gpus", "1"]
-    done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = run_command("env", "-i", *COMMAND, "plan", "--model", "gpt2", "--gpus", "1")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -245,16 +228,7 @@ def test_without_a_home_and_a_name() -> None:
 def test_a_folder_that_nobody_can_write_to(words: list[str], tmp_path: Path) -> None:
     """https://github.com/knative/func/issues/2150. Said before anything runs."""
     given = [word.format(folder=tmp_path) for word in words]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*COMMAND, *given],
-        cwd="/proc",
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = run_command(*COMMAND, *given, cwd="/proc", env={"PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert not [*tmp_path.iterdir()]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_programs import run_command
 
 from ringcomm import backend
 from ringcomm.process import interpreter
@@ -68,10 +68,9 @@ def doctor_of(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(command: str) -> str:
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run(["sh", "-c", command], check=True, **options)
-    assert done.stdout == ""
-    return str(done.stderr)
+    done = run_command("sh", "-c", command)
+    assert (done.returncode, done.stdout) == (0, "")
+    return done.stderr
 
 
 def test_the_doctor_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

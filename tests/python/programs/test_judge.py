@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_programs import run_command
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = "def twice(x):\n    return 2 * x\n\n\ndef thrice(x):\n    return 3 * x\n"
@@ -25,10 +26,8 @@ origin = "hand"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.judge.run", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    words = (sys.executable, "-m", "tests.judge.run", *arguments)
+    return run_command(*words, cwd=ROOT, timeout_s=300)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import datetime
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from rank_programs import run_command
 from ranks import run_ranks
 
 from ringcomm import _C, _extension, backend
-from ringcomm.options import warn_of_unknown_variables
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60
@@ -39,7 +37,12 @@ def all_said(error: Exception) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
-# ---- mistakes of one process: each returns what is said
+def assert_said(message: str, words: str) -> None:
+    """The words, with anything in place of .*"""
+    assert re.search(re.escape(words).replace(r"\.\*", ".*"), message, re.S), message
+
+
+# ---- the import of a package
 
 
 def said_by(*command: str, **env: str) -> str:
@@ -47,6 +50,65 @@ def said_by(*command: str, **env: str) -> str:
     done = run_command(*command, env=env, timeout_s=TIMEOUT_S)
     assert done.returncode != 0
     return done.stderr.strip().splitlines()[-1]
+
+
+# A file of the package, the torch for which it is built, and what is said.
+IMPORTS: dict[str, tuple[str, str, str]] = {
+    "another torch": (OWN, "2.10.1", "has one built for torch 2.10. Build it: "),
+    "another Python": (
+        OTHER_PYTHON,
+        "2.13.0",
+        f"has one for another Python ({OTHER_PYTHON}). Build",
+    ),
+    "wheel for another torch": (f"torch_2_14/{OWN}", "", "torch 2.14 .*install 'torch==2.14.*'"),
+    "wheel for another Python": (f"torch_2_13/{OTHER_PYTHON}", "", "torch 2.13 (.cpython-39-x86"),
+    "not built": ("../setup.py", "", "has none. Build it: pip install"),
+    # Of an installed one, behind a checkout without any. The first is tried, and is no library.
+    "installed, damaged": (OWN, "2.13.0", "cannot be loaded"),
+    "installed, another torch": (OWN, "2.12.0", "has one built for torch 2.12"),
+    "installed, another version": (OWN, "2.13.0", "has one of another version of ringcomm"),
+}
+
+
+def package(folder: Path, file: str, built_for: str) -> Path:
+    """ringcomm beside a torch that has a version and nothing else; its extension cannot run."""
+    package = folder / "ringcomm"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "_extension.py", "version.py"):
+        shutil.copy(ROOT / "ringcomm" / name, package)
+    shutil.copytree(ROOT / "_ringcomm", folder / "_ringcomm")
+    (folder / "torch.py").write_text('__version__ = "2.13.0+cpu"\n')
+    (package / file).parent.mkdir(exist_ok=True)
+    text = f"\x7fELF... ringcomm is built for torch {built_for} ..." if built_for else ""
+    (package / file).write_text(text, encoding="latin-1")
+    return package
+
+
+@pytest.mark.parametrize("mistake", IMPORTS)
+def test_an_import_without_its_extension(mistake: str, tmp_path: Path) -> None:
+    """Nothing else is on the path."""
+    file, built_for, words = IMPORTS[mistake]
+    checkout, packages = tmp_path / "checkout", tmp_path / "site-packages"
+    path, is_installed = [str(checkout)], mistake.startswith("installed")
+    if is_installed:
+        package(checkout, "../setup.py", "")
+        found = package(packages, file, built_for)
+        path.append(str(packages))
+    else:
+        package(checkout, file, built_for)
+    if mistake.endswith("version"):
+        (found / "version.py").write_text('__version__ = "0.0.1"\n')
+    code = f"import sys; sys.path[:0] = {path}; import ringcomm"
+    said = said_by(sys.executable, "-IS", "-c", code)
+    assert said.startswith("ImportError: ")
+    assert_said(said, words)
+    assert "pip install" in said
+    if is_installed:
+        assert str(found) in said
+        assert said.endswith(f"pip install {checkout}")
+
+
+# ---- mistakes of one process: each returns what is said
 
 
 def said_of_build(check: Callable[[], Any]) -> str:
@@ -79,46 +141,6 @@ def build_without_torch(patch: pytest.MonkeyPatch, folder: Path) -> str:
     code = f"import sys; sys.path.insert(0, {str(folder)!r}); sys.argv = ['setup.py', 'build']\n"
     code += f"import runpy; runpy.run_path({str(ROOT / 'setup.py')!r}, run_name='__main__')\n"
     return said_by(sys.executable, "-c", code)
-
-
-def package(folder: Path, extension: str = "", built_for: str = "") -> Path:
-    """ringcomm beside a torch that has a version and nothing else; its extension cannot run."""
-    package = folder / "ringcomm"
-    package.mkdir(parents=True)
-    for name in ("__init__.py", "_extension.py", "version.py"):
-        shutil.copy(ROOT / "ringcomm" / name, package)
-    shutil.copytree(ROOT / "_ringcomm", folder / "_ringcomm")
-    (folder / "torch.py").write_text('__version__ = "2.13.0+cpu"\n')
-    if extension:
-        text = f"\x7fELF... ringcomm is built for torch {built_for} ..."
-        (package / extension).write_text(text, encoding="latin-1")
-    return package
-
-
-def import_of(*folders: Path) -> str:
-    """What `import ringcomm` of a package in a folder says; nothing else is on its path."""
-    path = [str(folder) for folder in folders]
-    code = f"import sys; sys.path[:0] = {path}; import ringcomm"
-    return said_by(sys.executable, "-IS", "-c", code).removeprefix("ImportError: ")
-
-
-def import_with(folder: Path, extension: str, built_for: str) -> str:
-    package(folder, extension, built_for)
-    return import_of(folder)
-
-
-def wheel_for(folder: Path, torch_folder: str, extension: str) -> str:
-    """What a wheel with one folder of extensions says where it does not fit."""
-    own = package(folder) / torch_folder
-    own.mkdir()
-    (own / extension).write_text("")
-    return import_of(folder)
-
-
-def in_checkout(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    package(folder)
-    (folder / "setup.py").write_text("")
-    return import_of(folder)
 
 
 def no_permission(patch: pytest.MonkeyPatch, folder: Path) -> str:
@@ -164,13 +186,6 @@ def said_of_backend(name: str) -> str:
     return all_said(error.value)
 
 
-def mistyped_variable(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    patch.setenv("RINGCOMM_TRANSPRT", "shm")
-    with pytest.warns(UserWarning, match="RINGCOMM_TRANSPRT") as warned:
-        warn_of_unknown_variables.__wrapped__()
-    return str(warned[0].message)
-
-
 def old_extension(patch: pytest.MonkeyPatch, folder: Path) -> str:
     """Its signature lacks an option that the Python files give."""
 
@@ -185,7 +200,7 @@ def old_extension(patch: pytest.MonkeyPatch, folder: Path) -> str:
 
 
 # torch's own errors, to which ringcomm adds a note.
-NOTED = {"no torchrun", "too few without torchrun", "mistyped backend"}
+NOTED = {"no torchrun", "too few without torchrun"}
 Mistake = Callable[[pytest.MonkeyPatch, Path], str]
 ALONE: dict[str, tuple[Mistake, str]] = {
     "no compiler": (no_compiler, "no C++ compiler: .*: apt-get install g++"),
@@ -193,34 +208,10 @@ ALONE: dict[str, tuple[Mistake, str]] = {
     "no headers": (no_headers, "no Python headers: .*apt-get install python3-dev"),
     "no torch": (build_without_torch, "Install torch >= 2.11, or let pip bring torch=="),
     "old extension": (old_extension, "older than ringcomm's Python files: build it again"),
-    "another torch": (
-        lambda _, at: import_with(at, OWN, "2.10.1"),
-        "has one built for torch 2.10. Build it: pip install .",
-    ),
-    "another Python": (
-        lambda _, at: import_with(at, OTHER_PYTHON, "2.13.0"),
-        f"has one for another Python ({OTHER_PYTHON}). Build it: pip install .",
-    ),
-    "wheel for another torch": (
-        lambda _, at: wheel_for(at, "torch_2_14", OWN),
-        "has those for torch 2.14 .*pip install 'torch==2.14.*'",
-    ),
-    "wheel for another Python": (
-        lambda _, at: wheel_for(at, "torch_2_13", OTHER_PYTHON),
-        "has those for torch 2.13 (.cpython-39-x86_64-linux-gnu.so). Build it: pip install .",
-    ),
-    "not built": (in_checkout, "has none. Build it: pip install"),
     "no permission": (no_permission, "Permission denied; use a checkout that you can write"),
     "no torchrun": (no_torchrun, "RANK expected.*torchrun --nproc-per-node 2 SCRIPT"),
     "too few without torchrun": (too_few_without_torchrun, "not all ranks have called"),
-    "mistyped backend": (lambda _, at: said_of_backend("ringcom"), "the backend 'ringcomm'?"),
-    "mistyped variable": (mistyped_variable, "RINGCOMM_TRANSPRT .*mean RINGCOMM_TRANSPORT?"),
 }
-
-
-def assert_said(message: str, words: str) -> None:
-    """The words, with anything in place of .*"""
-    assert re.search(re.escape(words).replace(r"\.\*", ".*"), message, re.S), message
 
 
 @pytest.mark.filterwarnings("ignore:Device capability of")
@@ -251,43 +242,30 @@ def test_an_extension_of_another_torch_is_not_used(monkeypatch: pytest.MonkeyPat
         _extension._load()
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (None, "cannot be loaded"),  # it is tried, and is no library
-        ("built_for", "has one built for torch 2.12"),
-        ("version", "has one of another version of ringcomm"),
-    ],
-)
-def test_an_installed_extension_that_fits(change: str | None, fault: str, tmp_path: Path) -> None:
-    checkout, installed = tmp_path / "checkout", tmp_path / "site-packages"
-    package(checkout)
-    (checkout / "setup.py").write_text("")
-    built_for = "2.12.0" if change == "built_for" else "2.13.0"
-    found = package(installed, OWN, built_for)
-    if change == "version":
-        (found / "version.py").write_text('__version__ = "0.0.1"\n')
-    said = import_of(checkout, installed)
-    assert fault in said
-    assert str(found) in said
-    assert said.endswith(f"pip install {checkout}")
-
-
-def test_a_checkout_runs_with_the_extension_of_an_installed_package(tmp_path: Path) -> None:
-    """Its own Python files come first, and what it lacks comes from the installed package."""
+@pytest.mark.parametrize("place", ["installed", "wheel"])
+def test_the_extension_of_this_torch_is_loaded(place: str, tmp_path: Path) -> None:
+    """Of an installed package behind a checkout, whose own Python files come first, with what it
+    lacks; or of several torches in a wheel.
+    """
     checkout, installed = tmp_path / "checkout", tmp_path / "site-packages"
     for folder in (checkout, installed):
         shutil.copytree(ROOT / "ringcomm", folder / "ringcomm", ignore=NO_EXTENSION)
-    for extension in (ROOT / "ringcomm").glob("*.so"):
-        shutil.copy(extension, installed / "ringcomm")
     (installed / "ringcomm" / "only_installed.py").write_text("")
     (checkout / "setup.py").write_text("")
-    code = f"import sys; sys.path[:0] = {[str(checkout), str(installed)]}\n"
+    own = f"torch_{'_'.join(torch.__version__.split('.')[:2])}"
+    folders = ["."] if place == "installed" else ["torch_2_9", own]
+    for name in folders:
+        (installed / "ringcomm" / name).mkdir(exist_ok=True)
+        for extension in (ROOT / "ringcomm").glob("*.so"):
+            shutil.copy(extension, installed / "ringcomm" / name)
+    path = [str(checkout), str(installed)] if place == "installed" else [str(installed)]
+    code = f"import sys; sys.path[:0] = {path}\n"
     code += "import torch, ringcomm, ringcomm.only_installed\n"
     code += "print(*(m.__file__ for m in (ringcomm._C, ringcomm._kernels, ringcomm.backend)))"
-    command = [sys.executable, "-c", code]
-    said = subprocess.check_output(command, text=True, timeout=TIMEOUT_S).split()
-    assert [Path(name).parents[1] for name in said] == [installed, installed, checkout]
+    done = run_command(sys.executable, "-c", code, timeout_s=TIMEOUT_S)
+    found = [Path(name).parent for name in done.stdout.split()]
+    loaded, files = installed / "ringcomm" / folders[-1], Path(path[0], "ringcomm")
+    assert found == [loaded, loaded, files], done.stderr
 
 
 # ---- mistakes of ranks before they have a group

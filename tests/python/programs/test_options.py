@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,17 @@ from option_runs import seen
 from option_table import FORMS, MODES, OTHERS, VALUES
 from ranks import run_ranks
 from test_cli import TUNED
+from torch import nn
 
 import _ringcomm.command
+import ringcomm
 from _ringcomm import start as cli
 from _ringcomm.status import EXIT_BAD_INPUT
 from ringcomm import tuning
 from ringcomm.cost_model import Costs
+from ringcomm.integrations.transformers import tensor_parallelize
+from ringcomm.optim import AdaLomo, Lomo
+from ringcomm.parallel import ParallelDims, parallelize
 from ringcomm.parallel.pipeline.schedules import Action, Timeline
 from ringcomm.trace import merge
 from ringcomm.trace.dumps import flight_dump
@@ -316,3 +321,59 @@ def test_what_is_known_before_torch_is_imported_is_what_there_is() -> None:
     assert tuple(job.SYSTEMS) == _ringcomm.command.SYSTEMS
     assert job.SCHEDULES == _ringcomm.command.SCHEDULES
     assert len(show.loss(4)["logits"]) == _ringcomm.command.NUM_CLASSES
+
+
+# ---- a wrong option or object of Python: the error names it and the right one
+
+Call = Callable[[nn.Module], object]
+CALLS: list[tuple[Call, str]] = [
+    (lambda m: ringcomm.Options(algoritm="ring"), "ringcomm.Options has no option 'algoritm'; did"),  # type: ignore[call-arg]
+    (lambda m: Lomo(m, clip_grad=1.0), "Lomo has no option 'clip_grad'; did you mean 'clip_grad_"),
+    (lambda m: AdaLomo(m, sed=1), "AdaLomo has no option 'sed'; did you mean 'seed'?"),
+    (
+        lambda m: parallelize(m, ParallelDims(), torch.optim.AdamW, bucket_byte=1),
+        "ShardOptions.__init__() got an unexpected keyword argument 'bucket_byte'",
+    ),
+    (
+        lambda m: Lomo(m, momentum=0.9),
+        "Lomo has no option 'momentum': LOMO keeps no state for a weight; it has clip_grad_norm,",
+    ),
+    (
+        lambda m: parallelize(m, ParallelDims(), torch.optim.AdamW(m.parameters())),  # type: ignore[arg-type]
+        "optimizer must be a function that makes one: lambda params: AdamW(params)",
+    ),
+    (
+        lambda m: ringcomm.nn.ColumnParallelLinear.from_linear(nn.ReLU()),  # type: ignore[arg-type]
+        "from_linear() takes an nn.Linear, got ReLU",
+    ),
+    (
+        lambda _: ringcomm.nn.VocabParallelEmbedding.from_embedding(nn.ReLU()),  # type: ignore[arg-type]
+        "from_embedding() takes an nn.Embedding, got ReLU",
+    ),
+    (
+        lambda m: parallelize(m, {"dp": 1}, torch.optim.AdamW),  # type: ignore[arg-type]
+        "dims must be a ParallelDims, such as ParallelDims(dp=2), got dict",
+    ),
+    (
+        lambda m: Lomo(torch.optim.AdamW(m.parameters())),  # type: ignore[arg-type]
+        "Lomo takes the model, or its parameters, and not an optimizer: got AdamW",
+    ),
+    (
+        tensor_parallelize,
+        "Sequential is not a model of transformers: build its layers from ringcomm.nn",
+    ),
+]
+
+
+def call_all(rank: int) -> None:
+    for call, said in CALLS:
+        layer = nn.Linear(4, 4)
+        before = layer.weight.clone()
+        with pytest.raises(TypeError) as error:
+            call(nn.Sequential(layer))
+        assert str(error.value).startswith(said), error.value
+        assert torch.equal(layer.weight, before)
+
+
+def test_the_error_names_what_was_meant() -> None:
+    run_ranks(1, call_all)

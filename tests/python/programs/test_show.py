@@ -5,23 +5,19 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from browsers import data_of
+from browsers import assert_alone, data_of
 from torch import nn
 
 from _ringcomm import start as cli
 from ringcomm import show
 from ringcomm.parallel import zero
 
-ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -53,32 +49,7 @@ def test_a_page_needs_no_other_file(page: str, tmp_path: Path) -> None:
     path = written(page, path=tmp_path / "page.html")
     text = path.read_text(encoding="utf-8")
     assert "@" not in re.sub(r"@media", "", text)  # every mark has been replaced
-    links = re.findall(r'(?:https?:|src=|href=|@import)[^"\s]*', text)
-    assert links == ["http://www.w3.org/2000/svg"]  # a name, not an address
-
-
-WITHOUT_TORCH = """
-import sys
-from pathlib import Path
-
-sys.modules["torch"] = None  # import torch raises ImportError
-import site_pages
-
-for name in site_pages.SHOWN:
-    Path(f"{name}.html").write_text(site_pages.show_page(name), encoding="utf-8")
-"""
-
-
-def test_the_site_has_the_pages_as_the_command_writes_them(tmp_path: Path) -> None:
-    """The data of `memory` comes from a file there: python tools/show_pictures.py memory.json"""
-    env = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
-    command = [sys.executable, "-c", WITHOUT_TORCH]
-    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=60)
-    names = sorted(path.stem for path in tmp_path.glob("*.html"))
-    assert names == sorted({*show.TITLES} - {"trace"})  # which is of a user's own file
-    for name in names:
-        made = written(name, path=tmp_path / "made.html").read_bytes()
-        assert (tmp_path / f"{name}.html").read_bytes() == made, name
+    assert_alone(text)
 
 
 @pytest.mark.parametrize(
@@ -96,99 +67,72 @@ def test_what_is_shown_without_options(page: str, options: str, tmp_path: Path) 
     assert first.read_bytes() == second.read_bytes()
 
 
-def refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In one line behind the usage, and without a page."""
-    page = Path(arguments[-1]).with_name("page.html")
-    with pytest.raises(SystemExit) as ended:
-        cli.run(["show", *arguments, "-o", str(page)])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
-    assert not page.exists()
+def trace_of(*events: Any, **other: Any) -> bytes:
+    return json.dumps({"traceEvents": events, **other}).encode()
 
 
 EVENT: dict[str, Any] = {"name": "F0", "tid": 0, "ts": 0.0, "dur": 1.0, "args": {"stage": 0}}
 STEP = {"cat": "step", "name": "reduce_scatter step 1", "pid": 1, "ts": 0, "args": {"seq": 1}}
+OWN: dict[str, Any] = {"otherData": {"clock": []}}
 NO_TRACE, NO_TIMELINE = "is not a trace written by `ringcomm trace`", "was not written by Timeline"
-
-
-WHOLE = '{"otherData": {"clock": []}, "traceEvents": [{"name": "all_reduce"}]}'
+WHOLE = trace_of({"name": "all_reduce"}, **OWN)
 NO_TRACES: dict[str, bytes] = {
-    "of torch.profiler": json.dumps(
-        {"traceEvents": [EVENT], "distributedInfo": {"rank": 0}}
-    ).encode(),
-    "without its end": WHOLE[:-20].encode(),
-    "without its end.gz": gzip.compress(WHOLE.encode())[:-12],
-    "not compressed.gz": WHOLE.encode(),
+    "of torch.profiler": trace_of(EVENT, distributedInfo={"rank": 0}),
+    "without its end": WHOLE[:-20],
+    "without its end.gz": gzip.compress(WHOLE)[:-12],
+    "not compressed.gz": WHOLE,
     "a list": b"[1, 2]",
-    "events that are none": b'{"traceEvents": [1]}',
-    "numbers as events": b'{"otherData": {"clock": []}, "traceEvents": [1]}',
+    "events that are none": trace_of(1),
+    "numbers as events": trace_of(1, **OWN),
     "binary": b"\xff\xfe\x00",
 }
+ODD_EVENTS: list[dict[str, Any]] = [
+    *({"dur": number} for number in (math.nan, 0.0)),
+    *({"tid": number} for number in (1 << 40, -1, "main")),
+    *({"name": name} for name in ("X0", "aten::add")),
+    {"args": {}},
+]
+LARGE = json.dumps(CONFIG | {"num_hidden_layers": 5000}).encode()
+NO_RING = {"cat": "collective", "args": {}}
+REFUSED: list[tuple[str, str, bytes, str]] = [
+    *(("trace --trace", *row, f"FILE {NO_TRACE}") for row in NO_TRACES.items()),
+    *(("ring --trace", *row, f"FILE {NO_TRACE}") for row in NO_TRACES.items()),
+    ("ring --trace", "no ring", trace_of(NO_RING, **OWN), "has no ring collective; ringcomm"),
+    ("ring --trace", "its collective is missing", trace_of(STEP, **OWN), NO_TRACE),
+    ("pipeline --timeline", "empty", trace_of(), NO_TIMELINE),
+    *(("pipeline --timeline", "odd", trace_of(EVENT | odd), NO_TIMELINE) for odd in ODD_EVENTS),
+    *(
+        (f"{page} --model", "config.json", LARGE, f"page {page} shows models of up to 1024 layers")
+        for page in ("memory", "lomo", "tensor")
+    ),
+]
 
 
-@pytest.mark.parametrize("kind", NO_TRACES)
-@pytest.mark.parametrize("page", ["trace", "ring"])
-def test_a_file_that_is_no_trace(
-    kind: str, page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("words", "name", "content", "said"), REFUSED)
+def test_a_file_that_cannot_be_shown(
+    words: str,
+    name: str,
+    content: bytes,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """https://github.com/facebookresearch/HolisticTraceAnalysis/issues/17: a long traceback.
+    """In one line behind the usage, and without a page. What viewers of others do with a file:
 
-    And https://github.com/google/trace-viewer/issues/145: a file without its end.
+    https://github.com/facebookresearch/HolisticTraceAnalysis/issues/17: a long traceback.
+    https://github.com/google/trace-viewer/issues/145: it is without its end.
+    https://github.com/MobileNativeFoundation/bluepill/issues/437: numbers that are none.
     """
-    file = tmp_path / kind
-    file.write_bytes(NO_TRACES[kind])
-    refused([page, "--trace", str(file)], f"{file} {NO_TRACE}", capsys)
-
-
-@pytest.mark.parametrize(
-    ("events", "said"),
-    [
-        ([{"cat": "collective", "args": {}}], "has no ring collective; ringcomm"),
-        ([STEP], NO_TRACE),  # its collective is missing
-    ],
-)
-def test_a_trace_without_a_ring(
-    events: list[Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "file.json"
-    file.write_text(json.dumps({"otherData": {"clock": ""}, "traceEvents": events}))
-    refused(["ring", "--trace", str(file)], said, capsys)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"dur": math.nan},
-        {"dur": 0.0},
-        {"tid": 1 << 40},
-        {"tid": -1},
-        {"tid": "main"},
-        {"name": "X0"},
-        {"name": "aten::add"},
-        {"args": {}},
-        None,
-    ],
-)
-def test_a_file_that_is_no_timeline(
-    changed: dict[str, Any] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """https://github.com/MobileNativeFoundation/bluepill/issues/437: numbers that are none."""
-    file = tmp_path / "file.json"
-    events = [] if changed is None else [EVENT | changed]
-    file.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-    refused(["pipeline", "--timeline", str(file)], NO_TIMELINE, capsys)
-
-
-def test_a_model_that_is_too_large_for_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 5000}), encoding="utf-8")
-    for page in ("memory", "lomo", "tensor"):
-        said = f"page {page} shows models of up to 1024 layers, and {tmp_path.name} has 5000"
-        refused([page, "--model", str(path)], said, capsys)
+    file, page = tmp_path / name, tmp_path / "page.html"
+    file.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        cli.run(["show", *words.split(), str(file), "-o", str(page)])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said.replace("FILE", str(file)) in error
+    assert "--model" not in words or f"{tmp_path.name} has 5000" in error
+    assert "Traceback" not in error
+    assert not page.exists()
 
 
 def test_names_do_not_end_the_page(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What ranks record, and the trace that is made of it.
 
-The command, and names as in torch's profiler: test_trace_names.py. The recorder alone:
+The command, and names as in torch's profiler: test_trace_clocks.py. The recorder alone:
 tests/cpp/test_trace.cc.
 """
 

@@ -1,22 +1,28 @@
-"""The program for a machine with a GPU: its file, what a cut run keeps, aims, and layouts."""
+"""The program for a machine with a GPU: its file fits what it starts; and its kit, whose first part
+is run here over the emulator.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import emulated_gpu
 import front_door
 import placement
 import pytest
 import verify_gpu
+from rank_programs import run_command
 from verify_gpu import Check
 
 ROOT = Path(__file__).parents[3]
@@ -48,11 +54,6 @@ for words in json.loads(sys.argv[1]):
         found[-1] = collect(words)
 print(json.dumps(found))
 """
-
-
-def table_of(check: Check) -> str:
-    """A check as a file has it, before it has run."""
-    return f'[[check]]\nname = "{check.name}"\nwhat = "what"\nlast_run = "not run"\n'
 
 
 def calls_of(check: Check, folder: Path) -> list[list[str]]:
@@ -104,6 +105,19 @@ def test_commands_fit_their_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
                 verify_gpu.parse(arguments[1:])
 
 
+def test_aims_are_of_checks_that_write_such_records() -> None:
+    checks, aims = verify_gpu.load(verify_gpu.CHECKS)
+    commands = {check.name: check.command for check in checks}
+    assert aims
+    for aim in aims:
+        assert verify_gpu.number_of(verify_gpu.condition_of(f"figure {aim.limit}")[2]) is not None
+        for name in aim.checks:
+            assert ".jsonl" in commands[name], name
+            for key, _, value in map(verify_gpu.condition_of, aim.records.split(", ")):
+                if key == "op":  # that the check measures
+                    assert value in commands[name] or name.startswith("kernel-sweep"), name
+
+
 @pytest.mark.slow
 def test_checks_select_tests(tmp_path: Path) -> None:
     """Each command line of pytest, those in a layout with its -m, leaves a test."""
@@ -120,113 +134,136 @@ def test_checks_select_tests(tmp_path: Path) -> None:
     assert {name: status for name, status in found.items() if status != 0} == {}
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
-    path = tmp_path / "checks.toml"
+# ---- the kit
 
-    def run(checks: list[Check], budget_s: float) -> tuple[list[str], dict[str, str]]:
-        path.write_text("".join(map(table_of, checks)))
-        found, left = verify_gpu.verify(checks, tmp_path, budget_s, path)
-        return left, {name: status.removeprefix("not run: ") for name, status in found.items()}
-
-    hangs = "sleep 300 & echo $! > $OUT/pid; wait"
-    checks = [
-        Check("build", "echo $GPUS GPU; echo 12''34", 4, ()),
-        Check("bad", "exit 3", 4, ()),
-        Check("empty", "exit 5", 4, ()),  # as pytest without a test
-        Check("two", "true", 4, ("2 GPUs",)),
-        Check("module", "true", 4, ("no_such_module",)),
-        Check("program", "env PATH= python -c pass", 4, ("env",)),
-        Check("none", "", 0, (), "no reason"),
-        Check("hangs", hangs, 0.5, ()),
-    ]
-    left, found = run(checks, 60)
-    assert left == []
-    assert list(found.values()) == [
-        *("passed", "failed", "not run", "one GPU here", "no_such_module is not installed"),
-        *("passed", "not scripted: no reason", "stopped"),
-    ]
-    look = ["ps", "-o", "stat=", (tmp_path / "pid").read_text()]
-    ended = subprocess.run(look, check=False, stdout=PIPE)
-    assert ended.stdout[:1] in (b"", b"Z")  # nothing is left running
-    written = {table["name"]: table["last_run"] for table in verify_gpu.tables_of(path)["check"]}
-    assert written["build"].startswith("passed, 20")
-    assert written["empty"] == written["two"] == "not run"
-    assert "1 GPU\n1234" in (tmp_path / "verify.log").read_text(encoding="utf-8")
-    # The budget ends a run. What is stopped before its own limit is left for the next one.
-    late = "the budget is spent"
-    names = {"one": ("true", 4), "cut": ("sleep 60", 5), "short": ("true", 9)}
-    checks = [checks[0], *(Check(name, *what, ()) for name, what in names.items())]
-    left, found = run(checks, 4)
-    assert left == ["cut", "short"]
-    assert found == {"build": "passed", "one": "passed", "cut": "stopped", "short": late}
-
-
-def test_without_a_gpu_nothing_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(verify_gpu, "gpu_archs", list)
-    monkeypatch.setattr(verify_gpu, "count_devices", lambda kind: 0)
-    assert verify_gpu.main(["--out", str(tmp_path)]) == 0
-    assert verify_gpu.main(["--layout", "every"]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in verify_gpu.LAYOUTS)
-    assert "passed" not in said
-
-
-AIMS = """
-[[aim]]
-checks = ["speed", "other"]
-records = "backend=nccl, bytes<=64k"
-figure = "ratio.p50"
-limit = ">= 3"
-[[aim]]
-checks = ["speed"]
-records = "backend=ringcomm, mode=graph, bytes=1k"
-figure = "p50_us"
-limit = "<= 8"
+FILE = "benchmarks/gpu/checks.toml"
+TIMEOUT_S = 240.0
+SMI = """#!/bin/sh
+case "$*" in
+*compute_cap) echo 9.0 ;;
+*memory.free) echo "0, 590.48, Default, Disabled, 140000" ;;
+*) exit 6 ;;
+esac
 """
+QUESTIONS = ("open-twice", "freed-while-open")
+PROBE = f"for name in {' '.join(QUESTIONS)}; do build/gpu/probe --only $name --limit-s 30; done"
+PROBE += " > $OUT/probe.jsonl"
+SWEEP = "build/gpu/kernel_sweep --ranks 2 --rounds 1 --sizes 1024 > $OUT/kernel_sweep.jsonl"
+CHECKS = {
+    "build": ("false", 20),
+    "probe": (PROBE, 200),
+    "kernel-sweep": (SWEEP, 200),
+    "collectives": ("sleep 300 & echo $! > $OUT/pid; wait", 1),
+    "cross-entropy-clusters": ("kill -SEGV $$", 20),
+}
 
 
-def nccl(num_bytes: int, ratio: float, **fields: Any) -> dict[str, Any]:
-    return {"bytes": num_bytes, "backend": "nccl", "ratio": {"p50": ratio}, **fields}
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files that the parts use, with checks of their own and a GPU that is none."""
+    root = tmp_path / "checkout"
+    for name in ("tools", "benchmarks", "ringcomm"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy2(ROOT / "Makefile", root)
+    with (root / FILE).open("w") as file:
+        for name, (command, limit_s) in CHECKS.items():
+            file.write(f"[[check]]\nname = \"{name}\"\ncommand = '''{command}'''\n")
+            file.write(f'limit_s = {limit_s}\nlast_run = "not run"\n')
+        for name in QUESTIONS:
+            file.write(f'[[question]]\nname = "{name}"\nanswer = "not asked"\n')
+    kit = root / "gpu-kit"
+    kit.mkdir()
+    shutil.copy2(root / "tools" / "gpu_kit_run", kit / "run")
+    (kit / "_C.cpython-312-x86_64-linux-gnu.so").write_text("not loaded here")
+    for name in ("kernel_sweep", "probe"):
+        (kit / name).write_text("")
+    (root / "bin").mkdir()
+    (root / "bin" / "nvidia-smi").write_text(SMI)
+    (root / "bin" / "nvidia-smi").chmod(0o755)
+    return root
 
 
-def test_aims_are_of_checks_that_write_such_records() -> None:
-    checks, aims = verify_gpu.load(verify_gpu.CHECKS)
-    commands = {check.name: check.command for check in checks}
-    assert aims
-    for aim in aims:
-        assert verify_gpu.number_of(verify_gpu.condition_of(f"figure {aim.limit}")[2]) is not None
-        for name in aim.checks:
-            assert ".jsonl" in commands[name], name
-            for key, _, value in map(verify_gpu.condition_of, aim.records.split(", ")):
-                if key == "op":  # that the check measures
-                    assert value in commands[name] or name.startswith("kernel-sweep"), name
+def run(root: Path, part: str, **env: str) -> tuple[int, str]:
+    own = {"PATH": f"{root / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    own |= {"OUT": str(root / "out"), "RINGCOMM_EMULATOR_BOX": str(root), **env}
+    options: dict[str, Any] = {"cwd": root, "stderr": subprocess.STDOUT, "start_new_session": True}
+    done = run_command("bash", "gpu-kit/run", part, env=own, timeout_s=TIMEOUT_S, **options)
+    return done.returncode, done.stdout
 
 
-def test_a_check_says_what_became_of_its_aims(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the worst of the records that it has appended, without one that was cut off."""
-    monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
-    path, records = tmp_path / "checks.toml", tmp_path / "records.jsonl"
-    old, *new = (json.dumps(nccl(*each)) for each in ((1024, 1), (1024, 4), (65536, 2.5)))
-    records.write_text(f"{old}\n")
-    command = "; ".join(f"echo '{one}' >> {records}" for one in new)
-    command += f"; printf '{{' >> {records}"
-    check = Check("speed", command, 9, ())
-    path.write_text(table_of(check) + AIMS)
-    assert verify_gpu.verify([check], tmp_path, 60, path) == ({"speed": "passed"}, [])
-    said = capsys.readouterr().out
-    worst = (
-        "  missed by 16.7%: ratio.p50 of backend=nccl, bytes<=64k: aim >= 3, found 2.5 (bytes 65536"
-    )
-    assert worst in said
-    assert said.count("no record: ") == 1
-    assert "missed by 16.7%: ratio.p50" in (tmp_path / "verify.log").read_text(encoding="utf-8")
-    (written,) = verify_gpu.tables_of(path)["check"]
-    said = r"passed, 20\d\d-\d\d-\d\d, aims: 1 missed, 1 without a record"
-    assert re.fullmatch(said, written["last_run"])
-    assert path.read_text().endswith(AIMS)
+def last_runs(root: Path) -> dict[str, str]:
+    """Of the checks, without dates."""
+    checks = verify_gpu.tables_of(root / FILE)["check"]
+    return {table["name"]: re.sub(r", 20\d\d-\d\d-\d\d", "", table["last_run"]) for table in checks}
+
+
+def answers_of(root: Path) -> dict[str, str]:
+    """The driver's answers in the file."""
+    return {
+        table["name"]: table["answer"] for table in verify_gpu.tables_of(root / FILE)["question"]
+    }
+
+
+def take_elsewhere(root: Path) -> int:
+    """Takes the results into a file without any, as that of another checkout."""
+    path = root / FILE
+    path.write_text(re.sub(r"(?m)^(last_run|answer) = .*$", r'\1 = "not run"', path.read_text()))
+    take = [sys.executable, str(root / "tools" / "verify_gpu.py"), "--take", str(root / "out")]
+    return subprocess.call(take, timeout=TIMEOUT_S, cwd=root)
+
+
+@pytest.mark.slow
+@emulated_gpu.needs_emulated_gpu
+def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
+    driver = emulated_gpu.build_driver()
+    sweep = emulated_gpu.build_program("kernel_sweep")
+    old = time.time() - 1e6
+    for program in (sweep, sweep.with_name("probe")):
+        shutil.copy2(program, checkout / "gpu-kit")
+        os.utime(checkout / "gpu-kit" / program.name, (old, old))  # older than any source
+    env = {"RINGCOMM_CUDA_DRIVER": str(driver), **emulated_gpu.with_kernels()}
+    status, said = run(checkout, "1", **env)
+    assert status == 1, said
+    assert "kernel-sweep: passed" in said, (checkout / "out/verify.log").read_text()
+    assert said.endswith("then: gpu-kit/run 2\n")
+    points = (checkout / "out" / "kernel_sweep.jsonl").read_text().splitlines()
+    assert {json.loads(point).get("num_wrong", 0) for point in points} == {0}
+    assert last_runs(checkout) == {
+        **dict.fromkeys(CHECKS, "not run"),
+        "probe": "passed",
+        "kernel-sweep": "passed",
+        "collectives": "stopped",
+        "cross-entropy-clusters": "failed",
+    }
+    look = ["ps", "-o", "stat=", (checkout / "out" / "pid").read_text()]
+    ended = subprocess.run(look, check=False, stdout=subprocess.PIPE)
+    assert ended.stdout[:1] in (b"", b"Z")  # nothing is left running
+    answers = answers_of(checkout)
+    assert all(answer.startswith("MPS: ") for answer in answers.values()), answers
+    assert take_elsewhere(checkout) == 0  # gets the same answers from the folder
+    assert answers_of(checkout) == answers
+    log = (checkout / "out" / "verify.log").read_text()
+    assert "compiling" not in log
+    assert not list((checkout / "build").rglob("*.o"))
+
+
+def parts_of_the_kit() -> list[tuple[str, float]]:
+    """The checks of each part, and the seconds that it takes at most."""
+    text = (ROOT / "tools" / "gpu_kit_run").read_text()
+    (usual,) = re.findall(r"(?m)^budget=(\d+)$", text)
+    cases = re.findall(r"(?m)^  \d\) checks=(\S+)(?: budget=(\d+))?(?: next=(\d))? ;;$", text)
+    assert [following for _, _, following in cases] == ["2", "3", "4", "5", ""]
+    return [(checks, float(budget or usual)) for checks, budget, _ in cases]
+
+
+def test_parts_are_named(checkout: Path) -> None:
+    for wrong in ("6", "", "-x"):
+        status, said = run(checkout, wrong)
+        assert status == 2
+        assert "usage: gpu-kit/run 1|2|3|4|5" in said
+    parts = parts_of_the_kit()
+    checks = {check.name: check for check in verify_gpu.load(verify_gpu.CHECKS)[0]}
+    for names, budget_s in parts:
+        assert budget_s <= 540
+        for name in names.split(","):
+            assert "make" not in checks[name].command

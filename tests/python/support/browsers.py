@@ -38,6 +38,12 @@ def data_of(path: Path, name: str = "data") -> dict[str, Any]:
     return data
 
 
+def assert_alone(text: str) -> None:
+    """A page needs no other file: what it names besides is no address."""
+    links = re.findall(r'(?:https?:|src=|href=|@import)[^"\s]*', text)
+    assert {*links} <= {"http://www.w3.org/2000/svg"}
+
+
 @contextmanager
 def opened(browser: Any, path: Path, size: dict[str, int] | None = None) -> Iterator[Any]:
     """A page of a file; at the end it has had no error and is not wider than the screen."""

@@ -53,7 +53,10 @@ def run_program(
 def run_command(
     *command: object, timeout_s: float = 120, env: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one to its end, whatever that is; `env` is added to this process's."""
-    options |= {"env": {**os.environ, **(env or {})}, "timeout": timeout_s}
-    words = [*map(str, command)]
-    return subprocess.run(words, capture_output=True, text=True, check=False, **options)
+    """Runs one to its end, whatever that is; `env` is added to this process's.
+
+    `options`: of subprocess.run(), such as another `stdout` than a pipe.
+    """
+    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    options = {**pipes, "env": {**os.environ, **(env or {})}, "timeout": timeout_s, **options}
+    return subprocess.run([*map(str, command)], text=True, check=False, **options)

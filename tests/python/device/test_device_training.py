@@ -1,0 +1,163 @@
+"""Training beside a device's work: pieces of offload.Offloaded are copied, and gradients of ZeRO-2
+reduced on a stream of their own; clip_grad_norm_() of models there.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+import emugpu
+import emulated_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_gpu import in_emulated_ranks
+from rows import Blocks, sgd
+from torch import Tensor, nn
+
+from ringcomm.nn import ColumnParallelLinear
+from ringcomm.parallel import clip_grad_norm_, offload, zero
+from ringcomm.parallel.flat_collectives import side_stream
+
+pytestmark = emulated_gpu.needs_emulated_gpu
+
+LATE = {"RINGCOMM_EMULATOR_DELAY_US": "2000", "RINGCOMM_EMULATOR_QUEUES": "0"}
+
+
+@pytest.mark.parametrize("is_in_files", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_emulated_ranks(1, backend=None, env=LATE)
+def test_steps_have_the_bits_of_the_host(rank: int, dtype: torch.dtype, is_in_files: bool) -> None:
+    """Each kernel before and after a step, all of them late, sees what the program says."""
+    torch.manual_seed(0)
+    here = nn.ParameterList(torch.randn(n, dtype=dtype) for n in (1, 70, 1000))
+    there = nn.ParameterList(param.detach().to("emugpu") for param in here)
+    place: Any = {"to": "nvme", "path": tempfile.gettempdir()} if is_in_files else {"to": "cpu"}
+    optimizers = [
+        offload.Offloaded(torch.optim.AdamW(params, 0.1), chunk_elems=64, **place)
+        for params in (here, there)
+    ]
+    for step in range(1, 5):
+        for params, optimizer in zip((here, there), optimizers, strict=True):
+            for param in params:
+                param.grad = torch.ones_like(param) if param.grad is None else param.grad
+                param.grad.fill_(step).add_(param.detach())  # the device is behind from here on
+            optimizer.step()
+            with torch.no_grad():
+                for param in [*params][::-1]:  # the last one copied first
+                    param.mul_(0.5)
+                    param.grad.zero_()
+        for ours, expected in zip(there, here, strict=True):
+            assert torch.equal(ours.cpu(), expected)
+    for param, other in zip(here, there, strict=True):
+        states = [o.state[p] for o, p in zip(optimizers, (param, other), strict=True)]
+        for key, value in states[0].items():
+            assert torch.equal(states[1][key].cpu(), value)
+
+
+@in_emulated_ranks(1, backend=None, num_devices=2)
+def test_a_step_on_another_device_leaves_the_current_one(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/91817, https://github.com/huggingface/trl/pull/7195"""
+    param = nn.Parameter(torch.ones(70, device="emugpu:1"))
+    optimizer = offload.Offloaded(torch.optim.AdamW([param], 0.1), chunk_elems=64)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.accelerator.current_device_index() == 0
+    assert param.tolist() == pytest.approx([0.899] * 70)
+
+
+# ---- ZeRO-2
+
+WAIT_S = 20.0
+QUEUES = {"RINGCOMM_EMULATOR_QUEUES": "0"}  # each stream has its own
+
+
+def trained(device: torch.device, rank: int) -> tuple[Any, Any]:
+    model = Blocks().to(device)
+    return model, zero.shard(model, sgd(model), 2, bucket_bytes=1 << 11)
+
+
+def batch(rank: int, device: torch.device) -> Tensor:
+    return torch.arange(28.0, device=device).view(4, 7).mul_(0.01 * (rank + 1))
+
+
+@in_emulated_ranks(2, env=QUEUES)
+def test_the_backward_pass_goes_on_while_a_bucket_is_reduced(rank: int) -> None:
+    """And one at a time: the next is reduced when it is over."""
+    device = torch.device("emugpu", emugpu.current_device())
+    model, optimizer = trained(device, rank)
+    model(batch(rank, device)).square().mean().backward()  # makes the stream
+    optimizer.step()
+    emugpu.synchronize()
+    side = side_stream(device, "reductions")
+    passed: list[bool] = []
+
+    def look(_: Tensor) -> None:
+        event = emugpu.current_stream().record_event()
+        end = time.monotonic() + WAIT_S
+        while not event.query() and time.monotonic() < end:
+            time.sleep(0.001)
+        passed.append(event.query())
+
+    # The last gradient of the pass, of the second of two buckets.
+    handle = model.first.weight.register_hook(look)
+    held = emugpu.hold(side)
+    model(batch(rank, device)).square().mean().backward()
+    assert passed == [True]
+    assert not emugpu.current_stream().query()  # which now waits for the reductions
+    held.release()
+    handle.remove()
+    optimizer.step()
+    emugpu.synchronize()
+
+
+@in_emulated_ranks(2, env={**QUEUES, "RINGCOMM_EMULATOR_DELAY_US": "1000"})
+def test_late_reductions_give_the_steps_of_the_host(rank: int) -> None:
+    device = torch.device("emugpu", emugpu.current_device())
+    found = []
+    for place in (device, torch.device("cpu")):
+        model, optimizer = trained(place, rank)
+        for _ in range(3):
+            for _ in range(2):  # micro-batches
+                model(batch(rank, place)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([param.detach().cpu() for param in model.parameters()])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@in_emulated_ranks(2, env=QUEUES)
+def test_a_step_after_a_pass_that_failed_waits_for_its_reductions(rank: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/7965"""
+    found = []
+    for device in (torch.device("emugpu", emugpu.current_device()), torch.device("cpu")):
+        model, optimizer = trained(device, rank)
+        model(batch(rank, device)).square().mean().backward()
+        handle = model.first.weight.register_hook(lambda _: 1 / 0)
+        held = device.type != "cpu" and emugpu.hold(side_stream(device, "reductions"))
+        with pytest.raises(ZeroDivisionError):
+            model(batch(rank, device)).square().mean().backward()
+        optimizer.step()
+        if held:
+            held.release()
+        handle.remove()
+        found.append([param.detach().cpu() for param in model.parameters()])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- clip_grad_norm_(), whose norms the ranks gather
+
+
+@in_emulated_ranks(2)
+def test_a_rank_without_gradients(rank: int) -> None:
+    device = torch.device("emugpu", emugpu.current_device())
+    model = ColumnParallelLinear.from_linear(nn.Linear(4, 6, bias=False), group=dist.group.WORLD)
+    model = model.to(device)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 2.0) if rank == 0 else None
+    norm = clip_grad_norm_(model, 1.0)
+    assert norm.item() == torch.full((12,), 2.0).norm().item()
