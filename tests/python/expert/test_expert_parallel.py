@@ -111,23 +111,6 @@ def test_accumulation(rank: int) -> None:
     torch.testing.assert_close(grads[0], alone.first.weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@in_ranks(2)
-def test_frozen_experts(rank: int) -> None:
-    """Gradients of the other weights are averaged, once."""
-    net = expert_net(Case(4, 2))
-    for param in expert.expert_parameters(net).values():
-        param.requires_grad_(False)
-    loss_of(net, *batch(0, rank, 2)).backward()
-    grad = net.first.weight.grad
-    assert grad is not None
-    mean = grad / 2
-    dist.all_reduce(mean)
-    expert.average_gradients(net)
-    torch.testing.assert_close(grad, mean)
-    with pytest.raises(RuntimeError, match="already averaged these gradients: call it once"):
-        expert.average_gradients(net)
-
-
 def layer(group: dist.ProcessGroup | None = None) -> MixtureOfExperts:
     torch.manual_seed(0)
     return MixtureOfExperts(DIM, lambda: nn.Linear(DIM, DIM), 4, 2, group=group)
@@ -165,6 +148,8 @@ def test_gradients_of_experts(rank: int, kind: str) -> None:
         (loss_of(alone, source) / 2).backward()
     loss_of(model, rank).backward()
     expert.average_gradients(model)
+    with pytest.raises(RuntimeError, match="already averaged these gradients: call it once"):
+        expert.average_gradients(model)
     norm = float(nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
     assert float(clip_grad_norm_(model, 0.1)) == pytest.approx(norm, rel=1e-4)
     for made in (model, alone):

@@ -332,19 +332,6 @@ def test_families_equal_one_process_or_are_refused_unchanged() -> None:
             assert value == pytest.approx(expected[key.split()[0]], rel=2e-5), key
 
 
-def generated(model: Any) -> Tensor:
-    ids, greedy = batch(0)["input_ids"][:, :4], {"do_sample": False, "pad_token_id": 0}
-    tokens: Tensor = model.eval().generate(ids, max_new_tokens=5, **greedy)
-    return tokens
-
-
-@in_ranks(2)
-def test_generates_the_same_tokens(rank: int) -> None:
-    model, alone = tensor_parallelize(make("grouped"), gather_logits=True), make("grouped")
-    assert torch.equal(generated(model), generated(alone))
-    torch.testing.assert_close(model(**batch(0)).loss, alone(**batch(0)).loss)
-
-
 @in_ranks(4)
 def test_a_model_that_no_rank_ever_has_whole(rank: int) -> None:
     """Frozen on the meta device when it is split; thawed, loaded, and trained with checkpoints.
