@@ -138,7 +138,7 @@ TINY = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 DROPS = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 
 
-class Shifting(transformers.BertForMaskedLM):  # type: ignore[misc]
+class Shifting(transformers.BertForMaskedLM):  # type: ignore[name-defined]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
         output.loss = own_loss(output.logits[:, :-1], kwargs["labels"][:, 1:])

@@ -211,7 +211,7 @@ def test_the_mean_of_one_process(rank: int, name: str, sizes: dict[str, Any]) ->
         apply_steps(optimizer, train.optimizer)
     weights = full_weights(train)
     for name, value in alone.state_dict().items():
-        how = {} if value.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+        how: Any = {} if value.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(weights[name], value, **how, msg=name)
 
 
@@ -236,14 +236,15 @@ def test_losses_that_are_refused(rank: int) -> None:
     of_both = lambda params: sgd([*params, *loss_fn.parameters()])  # noqa: E731
     with pytest.raises(ValueError, match=r"parameter of shape .* not in the model"):
         parallelize(three(), ParallelDims(dp=2), of_both, loss_fn=loss_fn, count_items=len)
-    for wrong, text in (
+    cases: list[tuple[Any, str]] = [
         (loss_fn, "trains a tensor of shape"),
         (lambda out, y: 2 * loss_fn(out, y), "trains a tensor of shape"),
         (loss_fn.forward, "trains a tensor of shape"),
         (lambda out, y: (F.mse_loss(out, y), {"of": 1}), "must return a scalar tensor"),
         (lambda out, y: {"loss": F.mse_loss(out, y)}, "must return a scalar tensor"),
         (lambda out, y: F.mse_loss(out, y)[None], "must return a scalar tensor"),
-    ):
+    ]
+    for wrong, text in cases:
         train = parallelize(three(), ParallelDims(dp=2), sgd, loss_fn=wrong, count_items=len)
         with pytest.raises((TypeError, ValueError), match=text):
             train.step(x, y)

@@ -170,7 +170,7 @@ def test_ranks_that_use_other_weights_are_refused(rank: int, used: list[list[lis
 
 
 def make_files(
-    folder: Path | None, kind: str, dtype: torch.dtype, seed: int
+    folder: Path | None, seed: int, kind: str, dtype: torch.dtype
 ) -> tuple[nn.Module, zero.ZeroInfinity, lr_scheduler.StepLR]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(130, 130), nn.Tanh(), nn.Linear(130, 3)).to(dtype)
@@ -198,7 +198,7 @@ def values_of(optimizer: zero.ZeroInfinity) -> list[Any]:
 
 
 def train_and_die(rank: int, scratch: Path, saved: Path, *of: Any) -> None:
-    model, optimizer, _ = made = make_files(scratch, *of, 0)
+    model, optimizer, _ = made = make_files(scratch, 0, *of)
     step_files(*made, range(3))
     save_parts(model, optimizer, saved)
     dist.barrier()
@@ -207,7 +207,7 @@ def train_and_die(rank: int, scratch: Path, saved: Path, *of: Any) -> None:
 
 
 def go_on(rank: int, scratch: Path | None, saved: Path | None, seed: int, *of: Any) -> list[Any]:
-    model, optimizer, _ = made = make_files(scratch, *of, seed)
+    model, optimizer, _ = made = make_files(scratch, seed, *of)
     if saved is not None:
         load_parts(model, optimizer, saved)
     step_files(*made, range(0 if saved is None else 3, 6))

@@ -190,9 +190,9 @@ def test_logits_with_a_common_offset(shift: float) -> None:
     given = layer()
     bias = torch.full((CLASSES,), shift) + torch.arange(CLASSES) / CLASSES
     leaves = [x.requires_grad_() for x in (given["hidden"], given["weight"] / 5, bias)]
-    loss = linear_cross_entropy(*leaves[:2], given["target"], bias=bias)
-    found = torch.autograd.grad(loss, leaves)
     hidden, weight, _ = leaves
+    loss = linear_cross_entropy(hidden, weight, given["target"], bias=bias)
+    found = torch.autograd.grad(loss, leaves)
     z = torch.nn.functional.linear(*leaves).detach().double().requires_grad_()
     right = torch.nn.functional.cross_entropy(z, given["target"])
     (slope,) = torch.autograd.grad(right, z)

@@ -238,5 +238,6 @@ def test_the_norm_is_that_of_float64(tokens: Any, mode: Any, seed: int, rel: flo
     opt.backward((model(x) * upstream).sum())
     opt.step()
     expected = float((upstream.double().T @ x.double()).norm())
+    assert opt.grad_norm is not None
     assert opt.grad_norm == pytest.approx(expected, rel=rel)
     assert opt.grad_norm < 1e-3 or tokens is not one_context

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -45,14 +44,14 @@ def run(opt: Any, model: nn.Module, data: list[Tensor]) -> float | None:
 # ---- replicas
 
 
-TWO_PASSES = {"clip_grad_norm": 0.1, "clip_mode": "two_pass"}
+TWO_PASSES: dict[str, Any] = {"clip_grad_norm": 0.1, "clip_mode": "two_pass"}
 REPLICAS: list[tuple[str, dict[str, Any]]] = [
     ("tied", {"weight_decay": 0.1}),
     ("tied", {"clip_grad_value": 0.003}),
     ("tied", {"overlap": True, "clip_grad_value": 0.003}),
     ("tied", TWO_PASSES),
     # https://github.com/pytorch/pytorch/issues/81296
-    *itertools.product(REUSED, ({}, {"clip_grad_norm": 1e6}, TWO_PASSES)),
+    *((name, options) for name in REUSED for options in ({}, {"clip_grad_norm": 1e6}, TWO_PASSES)),
 ]
 
 
