@@ -18,14 +18,14 @@ from moe_models import (
     make_expert,
 )
 from ranks import in_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import sent_bytes
 
 import ringcomm
 from ringcomm.nn import MixtureOfExperts
-from ringcomm.parallel import expert, zero
+from ringcomm.parallel import clip_grad_norm_, expert, zero
 from ringcomm.parallel.expert.dispatch import dispatch, plan_dispatch
 
 
@@ -111,21 +111,50 @@ def test_accumulation(rank: int) -> None:
     torch.testing.assert_close(grads[0], alone.first.weight.grad, rtol=1e-4, atol=1e-6)
 
 
+def layer(group: dist.ProcessGroup | None = None) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    return MixtureOfExperts(DIM, lambda: nn.Linear(DIM, DIM), 4, 2, group=group)
+
+
 @in_ranks(2)
-def test_frozen_experts(rank: int) -> None:
-    """Gradients of the other weights are averaged, once."""
-    net = expert_net(Case(4, 2))
-    for param in expert.expert_parameters(net).values():
-        param.requires_grad_(False)
-    loss_of(net, *batch(0, rank, 2)).backward()
-    grad = net.first.weight.grad
-    assert grad is not None
-    mean = grad / 2
-    dist.all_reduce(mean)
-    expert.average_gradients(net)
-    torch.testing.assert_close(grad, mean)
+@pytest.mark.parametrize("kind", ["all", "no tokens", "two experts", "router", "experts", "again"])
+def test_gradients_of_experts(rank: int, kind: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/160285: gradients of experts are twice as large.
+
+    https://github.com/huggingface/transformers/pull/48205: a rank's part of a router's gradient.
+    https://github.com/NVIDIA-NeMo/Automodel/pull/3680: a rank without tokens, or experts without.
+    https://github.com/NVIDIA-NeMo/Automodel/pull/2635: a layer that is recomputed.
+    https://github.com/NVIDIA/Megatron-LM/pull/5916: experts that the norm leaves out.
+    """
+    own_group = [dist.new_group([r]) for r in range(2)][rank]
+    model, alone = layer(), layer(own_group)
+    num_tokens = [6, 0] if kind == "no tokens" else [6, 4]
+    for made in (model, alone):
+        if kind in ("router", "experts"):
+            getattr(made, kind).requires_grad_(False)
+        if kind == "two experts":
+            nn.init.zeros_(made.router.weight)
+
+    def loss_of(made: MixtureOfExperts, source: int) -> Tensor:
+        x = torch.randn(num_tokens[source], DIM, generator=torch.Generator().manual_seed(source))
+        y = made(x)
+        if kind == "again":
+            y = torch.utils.checkpoint.checkpoint(made, x, use_reentrant=False)
+        assert made.routing is not None
+        loss: Tensor = y.square().sum() / 10
+        return loss + 0.3 * made.routing.load_balancing_loss
+
+    for source in range(2):
+        (loss_of(alone, source) / 2).backward()
+    loss_of(model, rank).backward()
+    expert.average_gradients(model)
     with pytest.raises(RuntimeError, match="already averaged these gradients: call it once"):
-        expert.average_gradients(net)
+        expert.average_gradients(model)
+    norm = float(nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
+    assert float(clip_grad_norm_(model, 0.1)) == pytest.approx(norm, rel=1e-4)
+    for made in (model, alone):
+        torch.optim.SGD(made.parameters(), 0.3).step()
+    torch.testing.assert_close(full_weights(model), dict(alone.state_dict()))
 
 
 @in_ranks(2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,7 @@ from cases import covering, slow
 from full_states import full_weights
 from ranks import in_ranks, run_ranks
 from steps import apply_steps, train_step
-from test_parallelize import make
+from test_parallelize import ids_of, make
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -116,11 +119,6 @@ def counted(labels: Tensor) -> Tensor:
     return labels.ne(-100).sum()
 
 
-def summed(logits: Tensor, labels: Tensor, num_items_in_batch: float) -> Tensor:
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return loss / num_items_in_batch
-
-
 def own_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11))
@@ -134,22 +132,90 @@ def own_batch() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.parametrize("loss_fn", [own_loss, summed], ids=["mean", "num_items_in_batch"])
-@pytest.mark.parametrize(("sizes", "num"), [({"dp": 2}, 2), ({"pp": 2}, 4)], ids=str)
+# ---- models of transformers that compute their loss themselves
+
+TINY = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+DROPS = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+
+
+class Shifting(transformers.BertForMaskedLM):  # type: ignore[name-defined]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = own_loss(output.logits[:, :-1], kwargs["labels"][:, 1:])
+        return output
+
+
+def t5() -> Any:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(
+        vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0, **sizes
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bert(kind: Any) -> Any:
+    return kind(transformers.BertConfig(vocab_size=VOCAB, num_hidden_layers=1, **TINY, **DROPS))
+
+
+OWN_LOSSES: dict[str, tuple[Callable[[], Any], Any]] = {
+    # https://github.com/unslothai/unsloth-zoo/pull/1023: the number of labels is passed, and the
+    # loss is a mean.
+    "T5": (t5, None),
+    # https://github.com/huggingface/transformers/issues/10480: with and without a shift.
+    "Bert": (partial(bert, transformers.BertForMaskedLM), None),
+    "shifting": (partial(bert, Shifting), lambda labels: labels[:, 1:].ne(-100).sum()),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
 @in_ranks(2)
-def test_a_loss_of_ones_own(rank: int, loss_fn: Any, sizes: dict[str, Any], num: int) -> None:
-    dims, model, (x, y) = ParallelDims(**sizes), own_model(), own_batch()
-    make = lambda params: torch.optim.SGD(params, 1.0)  # noqa: E731
-    options: Any = {"loss_fn": loss_fn, "count_items": counted if loss_fn is own_loss else None}
-    train = parallelize(own_model(rank), dims, make, num_microbatches=num, **options)
-    # Ranks have different numbers of rows.
-    edges = [0, 2, 8] if dims["batch"].size() == 2 else [0, 8]
-    mine = slice(*edges[dims["batch"].get_local_rank() :][:2])
-    found = train.step(x[mine], y[mine])
+def test_models_with_losses_of_their_own(rank: int, name: str) -> None:
+    """On rows of other numbers of labels; the first two have none."""
+    build, count_items = OWN_LOSSES[name]
+    torch.manual_seed(0)
+    model = build()
+    alone, batch = copy.deepcopy(model), batch_of("padded", 0)
+    batch["labels"][:, 0] = batch["input_ids"][:, 0]
+    batch["labels"][:2] = -100
+    batch.pop("attention_mask")
+    if count_items is not None:
+        with pytest.raises(TypeError, match=r"Shifting has a loss of its own.* pass count_items="):
+            parallelize(model, ParallelDims(dp=2), sgd)
+    train = parallelize(model, ParallelDims(dp=2), sgd, count_items=count_items)
+    mine = slice(0, 3) if rank == 0 else slice(3, None)
+    loss = train.step({key: value[mine] for key, value in batch.items()})
     train.optimizer.step()
-    expected = train_step(own_loss(model(x), y), make(model.parameters()))
-    assert float(found) == pytest.approx(expected, rel=1e-6)
-    torch.testing.assert_close(full_weights(train), dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+    assert float(loss) == pytest.approx(
+        train_step(alone(**batch).loss, sgd(alone.parameters())), rel=1e-5
+    )
+    found = full_weights(train)
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=key)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_the_routers_loss_is_not_multiplied_by_the_number_of_ranks(
+    rank: int, kind: str, ep: int
+) -> None:
+    """https://github.com/huggingface/transformers/pull/48706 and issues/48690.
+
+    With a dense layer among the sparse ones (issues/39203).
+    """
+    num = {"num_experts": 4} if kind == "Qwen3Moe" else {}
+    model = make(kind, output_router_logits=True, router_aux_loss_coef=0.5, **num)
+    alone, halves = copy.deepcopy(model), ids_of(0).chunk(2)
+    losses = [alone(input_ids=half, labels=half).loss for half in halves]
+    (sum(losses) / 2).backward()
+    train = parallelize(model, ParallelDims(dp=2, ep=ep), sgd)
+    loss = train.step({"input_ids": halves[rank], "labels": halves[rank]})
+    torch.testing.assert_close(loss, torch.stack(losses).mean().detach())
+    wanted = {name: param.grad for name, param in alone.named_parameters()}
+    for name, param in train.model.named_parameters():
+        num_rows = len(param)  # of stacked experts this rank's
+        other = wanted[name].split(num_rows)[rank if num_rows < len(wanted[name]) else 0]
+        torch.testing.assert_close(param.grad, other, rtol=1e-4, atol=1e-6)
 
 
 class Adapted(nn.Module):
@@ -276,6 +342,8 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
     refused(train, "got list", ids.tolist(), labels, kind=TypeError)
     refused(train, "takes one tensor, input_ids, or a dict", (ids, ids), labels, kind=TypeError)
     refused(train, "no labels on any rank", ids, torch.full_like(labels, -100))
+    # https://github.com/unslothai/unsloth-zoo/pull/1217: after the shift no label is left.
+    refused(train, "no labels on any rank", ids[:, :1], ids[:, :1])
     text = "another rank cannot use its batch" if rank else 'no "labels"'
     refused(train, text, batch if rank else unlabelled)
     packed = batch_of("packed", 0)

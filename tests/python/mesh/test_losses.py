@@ -14,6 +14,24 @@ import pytest
 import torch
 from allocations import tensor_bytes
 from full_states import full_weights
+from loss_rows import (
+    CLASSES,
+    IN_RANKS,
+    ROWS,
+    WEIGHT,
+    WIDTH,
+    flat,
+    linear,
+    mean,
+    not_padding,
+    numbers,
+    rows,
+    sgd,
+    summed,
+    three,
+    tokens,
+    tokens_model,
+)
 from ranks import in_ranks, run_ranks
 from steps import apply_steps
 from torch import Tensor, nn
@@ -22,10 +40,8 @@ from torch.nn import functional as F
 import ringcomm.nn
 import ringcomm.ops
 from ringcomm.parallel import ParallelDims, parallelize, pipeline
-from ringcomm.parallel.loss import PartLoss
+from ringcomm.parallel.loss import PartLoss, is_integer
 
-ROWS, CLASSES, WIDTH = 12, 7, 5
-WEIGHT = torch.linspace(0.1, 3, CLASSES, dtype=torch.float64)
 EDGES = (0, 1, 2, 7, ROWS)  # of parts, of which the first has no labels
 
 
@@ -146,6 +162,12 @@ def test_another_loss_is_refused_when_a_system_is_made(name: str) -> None:
     assert bool(of_sums) == text.endswith("'none'")
 
 
+def test_labels_are_integers() -> None:
+    kinds = torch.int64, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.complex64
+    labels = [kind for kind in kinds if is_integer(torch.empty(0, dtype=kind))]
+    assert labels == [torch.int64, torch.uint8]
+
+
 def test_what_count_items_returns() -> None:
     for wrong in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="count_items must return a number of labels, got"):
@@ -155,60 +177,117 @@ def test_what_count_items_returns() -> None:
 # ---- in ranks
 
 
-def linear() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, 0.5)
-
-
-def rows() -> tuple[Tensor, Tensor]:
-    """Micro-batches of the ranks have 0, 2, 3, 3 labels."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    y = torch.randint(CLASSES, (ROWS,), generator=generator)
-    y[:4] = -100
-    return x, y
-
-
-def summed(out: Tensor, y: Tensor, num_items_in_batch: float) -> Tensor:
-    return F.cross_entropy(out, y, reduction="sum") / num_items_in_batch
-
-
-def mean(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out, y)
-
-
-SMOOTHED = partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1)
-IN_RANKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "weights and smoothing": (SMOOTHED, SMOOTHED, {}),
-    # https://github.com/allenai/OLMo-core/pull/657: a count of 0 on a rank.
-    "num_items_in_batch": (summed, mean, {}),
-    "count_items": (mean, mean, {"count_items": lambda y: y.ne(-100).sum()}),
-}
-
-
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("name", IN_RANKS)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [(name, {system: 2}) for name, row in IN_RANKS.items() for system in row.systems],
+    ids=str,
+)
 @in_ranks(2)
 def test_the_mean_of_one_process(rank: int, name: str, sizes: dict[str, Any]) -> None:
     """With parts that have different numbers of labels, and one that has none."""
-    loss_fn, of_whole, options = IN_RANKS[name]
-    dims, alone, (x, y) = ParallelDims(**sizes), linear(), rows()
-    num = 2 if "dp" in sizes else 3
-    train = parallelize(linear(), dims, sgd, loss_fn=loss_fn, num_microbatches=num, **options)
-    edges = [0, 4, ROWS] if "dp" in sizes else [0, ROWS]
+    row = IN_RANKS[name]
+    dims, model, alone, (x, y) = ParallelDims(**sizes), row.model(), row.model(), row.batch()
+    loss_fn, of_whole = row.loss_fn, row.of_whole or row.loss_fn
+    if row.is_made:
+        loss_fn, of_whole = loss_fn(), of_whole()
+    if row.is_refused:
+        with pytest.raises(TypeError, match=r"pass count_items=, .*=len for one over"):
+            parallelize(model, dims, sgd, loss_fn=loss_fn)
+        torch.testing.assert_close(model.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    options: Any = {"num_microbatches": row.num_parts if "dp" in sizes else 4}
+    options |= {"loss_fn": loss_fn, "count_items": row.count_items}
+    train = parallelize(model, dims, sgd, **options)
+    edges = [0, len(x) // 3, len(x)] if "dp" in sizes else [0, len(x)]
     mine = slice(*edges[dims["batch"].get_local_rank() :][:2])
     optimizer = sgd(alone.parameters())
-    for _ in range(2):
+    for _ in range(3):
         expected = of_whole(alone(x), y)
-        expected.backward()
+        if not row.is_counting:
+            wanted = float(train.evaluate(x[mine], y[mine]))
+            assert wanted == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
         found = train.step(x[mine], y[mine])
-        assert float(found) == pytest.approx(float(expected.detach()), rel=1e-6)
+        assert float(found) == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
+        expected.backward()
         apply_steps(optimizer, train.optimizer)
-    torch.testing.assert_close(full_weights(train), dict(alone.state_dict()))
+    weights = full_weights(train)
+    for name, value in alone.state_dict().items():
+        how: Any = {} if value.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(weights[name], value, **how, msg=name)
+
+
+class Learned(nn.Module):
+    """The weight of a task is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_var = nn.Parameter(torch.zeros(()))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y) * (-self.log_var).exp() + self.log_var
+
+
+@in_ranks(2)
+def test_losses_that_are_refused(rank: int) -> None:
+    """https://github.com/KevinMusgrave/pytorch-metric-learning/issues/710,
+    https://github.com/facebookresearch/ClassyVision/pull/394: with weights of their own.
+    https://github.com/huggingface/trl/pull/5951: more than one number.
+    """
+    loss_fn, (x, y) = Learned(), numbers()
+    of_both = lambda params: sgd([*params, *loss_fn.parameters()])  # noqa: E731
+    with pytest.raises(ValueError, match=r"parameter of shape .* not in the model"):
+        parallelize(three(), ParallelDims(dp=2), of_both, loss_fn=loss_fn, count_items=len)
+    cases: list[tuple[Any, str]] = [
+        (loss_fn, "trains a tensor of shape"),
+        (lambda out, y: 2 * loss_fn(out, y), "trains a tensor of shape"),
+        (loss_fn.forward, "trains a tensor of shape"),
+        (lambda out, y: (F.mse_loss(out, y), {"of": 1}), "must return a scalar tensor"),
+        (lambda out, y: {"loss": F.mse_loss(out, y)}, "must return a scalar tensor"),
+        (lambda out, y: F.mse_loss(out, y)[None], "must return a scalar tensor"),
+    ]
+    for wrong, text in cases:
+        train = parallelize(three(), ParallelDims(dp=2), sgd, loss_fn=wrong, count_items=len)
+        with pytest.raises((TypeError, ValueError), match=text):
+            train.step(x, y)
+
+
+@in_ranks(2)
+def test_a_penalty_of_weights_in_the_loss(rank: int) -> None:
+    def with_penalty(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+        penalty = sum(param.square().sum() for param in model.parameters())
+        return F.mse_loss(out, y) + 0.1 * penalty
+
+    model, alone, (x, y) = three(), three(), numbers()
+    options: Any = {"loss_fn": partial(with_penalty, model), "count_items": len}
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    parallelize(model, ParallelDims(dp=2), sgd, **options).step(x[mine], y[mine])
+    with_penalty(alone, alone(x), y).backward()
+    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
+
+
+@in_ranks(2)
+def test_weights_that_are_unfrozen_later(rank: int) -> None:
+    """https://github.com/facebookresearch/detectron2/issues/2486,
+    https://github.com/huggingface/transformers/issues/416
+    """
+    model, alone, (x, y) = tokens_model(), tokens_model(), tokens()
+    model[0].requires_grad_(False)
+    mine = slice(0, 4) if rank == 0 else slice(4, None)
+    every = lambda params: torch.optim.SGD(params, 0.5)  # noqa: E731
+    options: dict[str, Any] = {"loss_fn": flat, "count_items": not_padding}
+    train = parallelize(model, ParallelDims(dp=2), every, **options)
+    optimizer = every(alone.parameters())
+    for step, frozen in enumerate((True, False, False, True)):
+        for part in (model, alone):
+            part[0].requires_grad_(not frozen)
+        train.step(x[mine], y[mine])
+        flat(alone(x), y).backward()
+        apply_steps(train.optimizer, optimizer)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, msg=f"{step} {name}")
+    model[0].requires_grad_(rank == 0)
+    with pytest.raises(ValueError, match=r"unfrozen on 1 of 2 ranks"):
+        train.step(x[mine], y[mine])
 
 
 @in_ranks(2)

@@ -13,7 +13,7 @@ import torch
 from full_states import full_weights
 from oracle import all_equal
 from ranks import in_ranks
-from rows import Row, Training, check
+from rows import ZERO, Row, Training, check, trained_by
 from torch import nn
 from whole_optimizers import EachWeight
 
@@ -120,15 +120,9 @@ def expert_model() -> nn.Module:
     return nn.Sequential(MixtureOfExperts(8, lambda: nn.Linear(8, 8), 2))
 
 
-def by_zero(kind: Any, stage: int, **words: Any) -> Any:
+def by_row(kind: Any, system: str, **words: Any) -> Any:
     model = network()
-    return model, zero.shard(model, kind(model.parameters()), stage, **words)
-
-
-def by_infinity(kind: Any, **words: Any) -> Any:
-    model = network()
-    own = offload.Offloaded(kind(model.parameters()), **words)
-    return model, zero.shard(model, own, 3, offload_weights=True)
+    return model, trained_by(system, model, kind(model.parameters()), **words)
 
 
 def by_server(kind: Any, **words: Any) -> Any:
@@ -145,14 +139,7 @@ def by_mesh(kind: Any, make: Callable[[], Any] = network, stage: int = 0, **give
 
 # Each splits weights over two ranks.
 SYSTEMS: dict[str, Callable[..., Any]] = {
-    "zero 1": partial(by_zero, stage=1),
-    "zero 2": partial(by_zero, stage=2),
-    "zero 3": partial(by_zero, stage=3),
-    "infinity": by_infinity,
-    "offload": lambda kind, **words: (
-        m := network(),
-        offload.Offloaded(kind(m.parameters()), **words),
-    ),
+    **{system: partial(by_row, system=system) for system in (*ZERO, "offload")},
     "parameter server": by_server,
     "tp": partial(by_mesh, make=split_model, tp=2),
     "pp": partial(by_mesh, pp=2),
@@ -204,30 +191,30 @@ def test_wrong_words(rank: int, system: str) -> None:
             SYSTEMS[system](torch.optim.SGD, **words)
 
 
-@pytest.mark.parametrize("kind", [Factored, Late, Smooth, torch.optim.AdamW])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@in_ranks(2)
-def test_words_of_zero(rank: int, stage: int, kind: Any) -> None:
+def word_of(kind: Any) -> dict[str, Any]:
     """The user's word wins: a class that is elementwise may be updated as a whole."""
-    word = {"elementwise": [kind]} if kind is Smooth else {"whole": [kind]}
+    return {"elementwise": [kind]} if kind is Smooth else {"whole": [kind]}
+
+
+@pytest.mark.parametrize("kind", [Factored, Late, Smooth, torch.optim.AdamW])
+@pytest.mark.parametrize("system", [*ZERO, "offload"])
+@in_ranks(2)
+def test_words(rank: int, system: str, kind: Any) -> None:
     optimizer: Any = lambda model: kind(model.parameters())  # noqa: E731
-    check(rank, Row(five_steps, partial(network, 7), optimizer, options=word), f"zero {stage}")
+    row = Row(five_steps, partial(network, 7), optimizer, options=word_of(kind))
+    check(rank, row, system)
 
 
 @pytest.mark.parametrize("kind", [Factored, Smooth, torch.optim.AdamW])
 @in_ranks(2)
-def test_words_of_other_systems(rank: int, kind: Any) -> None:
-    word = {"elementwise": [kind]} if kind is Smooth else {"whole": [kind]}
-    optimizer: Any = lambda model: kind(model.parameters())  # noqa: E731
-    for system in ("infinity", "offload"):
-        check(rank, Row(five_steps, partial(network, 7), optimizer, options=word), system)
+def test_words_where_a_rank_has_a_part_of_the_model(rank: int, kind: Any) -> None:
     for system in ("pp", "ep", "parameter server"):
-        SYSTEMS[system](kind, **word)
+        SYSTEMS[system](kind, **word_of(kind))
     if kind is not Smooth:
         with pytest.raises(TypeError, match=r"needs full weights, but 0.weight is split"):
-            SYSTEMS["tp"](kind, **word)
+            SYSTEMS["tp"](kind, **word_of(kind))
     else:
-        SYSTEMS["tp"](kind, **word)
+        SYSTEMS["tp"](kind, **word_of(kind))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

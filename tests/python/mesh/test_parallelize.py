@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import quick
+from cases import quick, slow
 from ranks import in_ranks, place, run_ranks
 from steps import apply_steps, train_step
 from torch import Tensor, nn
@@ -109,10 +109,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(kind: str = "Llama", seed: int = 0) -> Any:
+def make(kind: str = "Llama", seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     name = kind.split(",", maxsplit=1)[0]
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **KINDS[kind]})
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **KINDS[kind], **options})
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -206,6 +206,28 @@ def test_a_model_with_parallel_layers_of_its_own(rank: int, sizes: dict[str, Any
         assert float(loss) == pytest.approx(expected, rel=1e-5)
     expected = float(nn.functional.mse_loss(alone(x), y))
     assert float(train.evaluate(x, y)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "module"),
+    [(2, {"tp": 2}, "Sequential"), slow(4, {"tp": 2, "pp": 2}, "StageModule")],
+)
+@in_ranks()
+def test_dropout_between_layers_of_its_own(rank: int, sizes: Any, module: str) -> None:
+    """https://github.com/ecmwf/anemoi-core/issues/595: dropout in a model that ranks share.
+
+    https://github.com/tenstorrent/tt-metal/issues/55947: masks of one tensor group differ.
+    """
+    dims, x = ParallelDims(**sizes), torch.ones(8, 12)
+    blocks = [nn.Sequential(block, nn.Dropout(0.3)) for block in own_model(dims.group("tp"))]
+    loss_fn = nn.functional.mse_loss
+    train = parallelize(nn.Sequential(*blocks), dims, optimizer_of, loss_fn=loss_fn)
+    if dims.pp == 1:
+        torch.manual_seed(3)
+        train.step(x, x)
+    torch.manual_seed(rank)
+    with pytest.raises(ValueError, match=f"draw different random numbers in a {module}"):
+        train.step(x, x)
 
 
 @in_ranks(WORLD)

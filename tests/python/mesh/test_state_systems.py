@@ -14,15 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocations import peak_bytes, record_allocations
-from full_states import full_weights, load_parts, save_parts
-from oracle import all_equal
+from full_states import load_parts, save_parts
 from ranks import in_ranks, run_ranks
+from rows import EACH, Row, Training, momentum, offloaded
 from steps import train_step
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
+from user_classes import OFFLOADED
 from whole_optimizers import EachWeight, elementwise
 from zero_models import batch as zero_batch
 
@@ -60,6 +61,10 @@ SYSTEMS = {
     "offload": 1e-5,
     "ZeRO-1 over offload, 16 bits": 5e-3,
     "ZeRO-3 over offload": 1e-5,
+    "Infinity in files, Muon64": 2e-5,
+    "Infinity over offload, Counting": 2e-5,
+    "ZeRO-2 over offload, Adafactor": 2e-5,
+    "ZeRO-3 over offload, Counting": 2e-5,
 }
 
 
@@ -78,8 +83,9 @@ def system_of(name: str, folder: Path) -> tuple[nn.Module, Any]:
             fully_shard(model)
         return model, AdaLomo(model, 0.02)
     model.to(dtype if "Infinity" in name else torch.float32)
-    own = offload.Offloaded(
-        torch.optim.AdamW(model.parameters(), 0.01, (0.9, 0.999), 1e-2),
+    given = OFFLOADED.get(name.rsplit(", ", maxsplit=1)[-1], adamw)(model)
+    own = offloaded(
+        given,
         to="nvme" if "files" in name else "cpu",
         path=folder if "files" in name else None,
         chunk_elems=5000 if "Infinity" in name else 500,
@@ -89,7 +95,12 @@ def system_of(name: str, folder: Path) -> tuple[nn.Module, Any]:
     options: dict[str, Any] = {"offload_weights": True} if "Infinity" in name else {}
     if name.startswith("ZeRO-1"):
         options["param_dtype"] = dtype
-    return model, zero.shard(model, own, 1 if name.startswith("ZeRO-1") else 3, **options)
+    stage = int(name[5]) if name.startswith("ZeRO") else 3
+    return model, zero.shard(model, own, stage, **options)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.01, (0.9, 0.999), 1e-2)
 
 
 def train_system(model: Any, optimizer: Any, steps: range) -> None:
@@ -172,26 +183,6 @@ def test_a_file_is_read_where_the_parts_are(rank: int, tmp_path: Path) -> None:
         "exp_avg_sq_row": (64,),
         "exp_avg_sq_col": (32,),
     }
-
-
-def test_getting_a_state_changes_no_step() -> None:
-    """Before the first step, and with a weight that has none yet."""
-    weights = []
-    for gets in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-        for step in range(3):
-            if gets:
-                values, state = get_state_dict(model, optimizer, full=True)
-            layers: Any = model[step > 0 :]
-            train_step(layers(torch.ones(1, 3 + (step > 0))).sum(), optimizer)
-        weights.append([param.detach() for param in model.parameters()])
-    assert all_equal(*weights)
-    del state["state"]["0.bias"]
-    set_state_dict(model, optimizer, values, state)
-    assert model[0].bias not in optimizer.state
-    assert optimizer.state[model[1].bias]["step"] == 2
 
 
 @elementwise
@@ -338,36 +329,23 @@ def test_a_loss_scale_is_state(rank: int, name: str, way: str, tmp_path: Path) -
         assert "loss_scale" not in resumed.param_groups[0]
 
 
-@pytest.mark.parametrize("system", ["torch", "offload", "zero 1", "zero 2, offload", "zero 3"])
+@pytest.mark.parametrize("system", [EACH, "offload", "zero 1", "zero 2, host", "zero 3"])
 @in_ranks(2)
 def test_states_that_are_loaded_after_a_look_are_used(rank: int, system: str) -> None:
     """get_state_dict() makes states that stand for none until the next step, which drops them:
     https://github.com/pytorch/pytorch/issues/164929 is of such states."""
-    torch.manual_seed(0)
-    given: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    x = torch.randn(4, 6)
-
-    def step(model: Any, optimizer: Any) -> float:
-        loss = model(x).square().mean()
-        train_step(loss, optimizer)
-        return float(loss.detach())
-
-    plain = torch.optim.SGD(given.parameters(), 0.1, momentum=0.9)
-    for _ in range(2):
-        step(given, plain)
-    saved, losses = plain.state_dict(), []
-    for has_looked in (False, True):
-        model = copy.deepcopy(given)
-        own: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        if "offload" in system:
-            own = offload.Offloaded(own)
-        if "zero" in system:
-            own = zero.shard(model, own, int(system.split()[1].strip(",")))
+    plain, *both = (
+        Training(Row(optimizer=momentum), each, rank) for each in (EACH, system, system)
+    )
+    plain.begin().train(range(2))
+    for made, has_looked in zip(both, (False, True), strict=True):
+        made.model.load_state_dict(plain.model.state_dict())
+        made.begin()
         if has_looked:
-            get_state_dict(model, own)
-        own.load_state_dict(copy.deepcopy(saved))
-        losses.append([step(model, own) for _ in range(3)])
-    assert losses[0] == losses[1]
+            made.save()
+        made.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+        made.train(range(2, 5))
+    assert_close(both[0].weights(), both[1].weights(), rtol=0, atol=0)
 
 
 def test_states_that_are_written_after_a_look_are_used() -> None:
@@ -378,83 +356,6 @@ def test_states_that_are_written_after_a_look_are_used() -> None:
     weight.sum().backward()
     optimizer.step()
     assert weight.tolist() == [1 - (0.5 * 4 + 1)] * 3
-
-
-@pytest.mark.parametrize("system", ["torch", "offload", "zero 1", "zero 2, offload", "zero 3"])
-@in_ranks(2)
-def test_weights_without_a_step_beside_others_are_saved(rank: int, system: str) -> None:
-    """https://github.com/pytorch/pytorch/pull/192307: a layer that was frozen at first."""
-    losses: list[list[float]] = []
-    x = torch.ones(4, 6)
-    made = [made_for_two_layers(system) for _ in range(2)]
-    for model, optimizer in made:
-        model[1].requires_grad_(False)
-        for _ in range(2 if not losses else 0):
-            train_step(model(x).square().mean(), optimizer)
-        model[1].requires_grad_(True)
-        if losses:
-            values, state = get_state_dict(*made[0], full=True)
-            assert {name.split(".")[0] for name in state["state"]} == {"0", "1"}
-            set_state_dict(model, optimizer, values, state)
-        losses.append([])
-    for (model, optimizer), found in zip(made, losses, strict=True):
-        for _ in range(3):
-            loss = model(x).square().mean()
-            train_step(loss, optimizer)
-            found.append(float(loss.detach()))
-    assert losses[0] == losses[1]
-
-
-def made_for_two_layers(system: str) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    own: Any = torch.optim.AdamW(model.parameters(), 0.1, eps=1e-3)
-    own = offload.Offloaded(own) if "offload" in system else own
-    if "zero" in system:
-        own = zero.shard(model, own, int(system.split()[1].strip(",")))
-    return model, own
-
-
-@pytest.mark.parametrize("system", ["offload", "zero 1", "zero 3"])
-@in_ranks(2)
-def test_states_that_stand_for_none_are_not_passed_on(rank: int, system: str) -> None:
-    """Dampening: the first momentum is the gradient, and not a part of it."""
-    found = []
-    for has_looked in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        own: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
-        if has_looked:
-            get_state_dict(model, own)
-        own = (
-            offload.Offloaded(own)
-            if system == "offload"
-            else zero.shard(model, own, int(system[-1]))
-        )
-        for _ in range(2):
-            train_step(model(torch.ones(4, 6)).square().mean(), own)
-        found.append(full_weights(model))
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
-
-
-@in_ranks(2)
-def test_states_made_after_a_loaded_file_without_any(rank: int) -> None:
-    """Of a sharded optimizer that has loaded before it is looked at."""
-    found = []
-    for has_looked in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Linear(6, 5)
-        own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
-        sharded = zero.shard(model, own, 2)
-        sharded.load_state_dict(sharded.state_dict())
-        if has_looked:
-            get_state_dict(model, sharded)
-        for _ in range(2):
-            train_step(model(torch.ones(4, 6)).square().mean(), sharded)
-        found.append(full_weights(model))
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
 
 
 class Wrapper:

@@ -144,6 +144,15 @@ def train_qwen(rank: int, world_size: int, options: dict[str, Any]) -> dict[str,
     return full_weights(model)
 
 
+@in_ranks(2)
+def test_ranks_that_generate_different_numbers_of_tokens(rank: int) -> None:
+    """https://github.com/NVIDIA/Megatron-LM/pull/2470: ranks without work wait for experts."""
+    given = {"max_new_tokens": 2 + 3 * rank, "do_sample": False, "pad_token_id": 0}
+    ids = torch.randint(31, (3, 12), generator=torch.Generator().manual_seed(rank))
+    found = expert_parallelize(qwen()).eval().generate(ids, synced_gpus=True, **given)
+    assert torch.equal(found, qwen().eval().generate(ids, **given))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"recomputes": True}, {"frozen": ".gate."}, {"frozen": ".experts."}],

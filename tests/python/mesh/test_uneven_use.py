@@ -1,15 +1,17 @@
-"""Ranks of a mesh that use different weights, or do not use some, train as one process does."""
+"""Ranks of a mesh that use different weights, or do not use some, train as one process does.
+
+Saving before all weights have had gradients: "saved when thawed" of test_loops.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import quick, slow
-from full_states import full_weights, load_parts, save_parts
+from cases import quick
+from full_states import full_weights
 from ranks import run_ranks
 from steps import apply_steps
 from torch import Tensor, nn
@@ -115,53 +117,3 @@ def test_ranks_that_use_different_weights(mesh: str, kind: str) -> None:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def resumed(rank: int, sizes: dict[str, Any], options: dict[str, Any], folder: Path) -> None:
-    def system() -> Any:
-        return parallelize(
-            make("untied"), dims, optimizer_of, loss_fn=nn.functional.mse_loss, **options
-        )
-
-    def step(train: Any, number: int) -> None:
-        # In the first steps all ranks use one of the weights, later the other.
-        x, y = (t[:2] if number < 2 else t[-2:] for t in rows(number))
-        train.step(x, y)
-        apply_steps(train.optimizer)
-
-    dims = ParallelDims(**sizes)
-    train, other = system(), system()
-    for number in range(2):
-        step(train, number)
-    save_parts(train.model, train.optimizer, folder)
-    load_parts(other.model, other.optimizer, folder)
-    for number in range(2, 4):
-        step(train, number)
-        step(other, number)
-    found, expected = full_weights(other), full_weights(train)
-    for name, value in expected.items():
-        assert found[name].equal(value), name
-    torch.manual_seed(0)
-    assert not expected["0.choices.b.weight"].equal(
-        make("untied").state_dict()["0.choices.b.weight"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        slow({"dp": 2}, {"zero_stage": 0}),
-        slow({"dp": 2}, {"zero_stage": 1}),
-        ({"dp": 2}, {"zero_stage": 2}),
-        ({"dp": 1, "fsdp": 2}, {}),
-        slow({"dp": 1, "pp": 2}, {}),
-        slow({"dp": 1, "fsdp": 2, "pp": 2}, {"num_microbatches": 2}),
-    ],
-    ids=str,
-)
-def test_saving_before_all_weights_have_had_gradients(
-    sizes: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
-    world = sizes["dp"] * sizes.get("fsdp", 1) * sizes.get("pp", 1)
-    options = {"num_microbatches": 2, **options}
-    run_ranks(world, resumed, sizes, options, tmp_path)

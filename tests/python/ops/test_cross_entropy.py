@@ -239,6 +239,7 @@ def test_against_float64(case: Case, device: str) -> None:
     https://github.com/pytorch/pytorch/issues/72056: the weight of an ignored target was read.
     https://github.com/unslothai/unsloth-zoo/pull/930: the scale of a head counted twice.
     https://github.com/allenai/OLMo-core/pull/702: the z-loss was in the outputs of every loss.
+    https://github.com/NVIDIA-NeMo/Automodel/issues/3803: of blocks, a mean of means.
     """
     size, dtype, where = int(case["size"]), BY_NAME[case["dtype"]], place(device, 0)
     lead = tuple(map(int, case["tokens"].split("x"))) if case["tokens"] != "one" else ()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import loss_oracle
 import oracle
 import pytest
 import torch
+import torch.nn.functional as F
+from cases import name_of
 from loss_oracle import (
     BY_NAME,
     OPTION_AXES,
@@ -22,12 +27,14 @@ from loss_oracle import (
 )
 from pair_table import Case
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ringcomm import nn
-from ringcomm.ops import cross_entropy
+from ringcomm.ops import cross_entropy, linear_cross_entropy
+from ringcomm.torch_names import FakeTensorMode
 
 _ops = torch.ops.ringcomm
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 IN_PLACE = covering(
     {
@@ -209,6 +216,236 @@ def test_compile(case: Case, dtype: torch.dtype, inplace: Any) -> None:
     torch.testing.assert_close(*results, rtol=0 if inplace is not None else 1e-6, atol=0)
 
 
+def assert_near(found: Any, right: Any, tolerance: float, what: str = "") -> None:
+    assert found.shape == right.shape, what
+    tolerances: dict[str, Any] = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    values = found.detach().double(), right.detach().double()
+    torch.testing.assert_close(*values, **tolerances, msg=lambda m: f"{what}: {m}")
+
+
+def torchs_samples() -> Iterator[tuple[Tensor, Tensor, dict[str, Any], Callable[..., Any]]]:
+    """Logits, targets and options of torch's tests of cross_entropy, and ringcomm's form."""
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
+    op = next(op for op in op_db if op.name == "nn.functional.cross_entropy")
+    for dtype in (FP32, BF16, FP64):
+        for sample in op.sample_inputs("cpu", dtype, requires_grad=True):
+            yield sample.input, sample.args[0], dict(sample.kwargs), cross_entropy
+
+    def module(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+        loss: Tensor = nn.CrossEntropyLoss(**options)(logits, target)
+        return loss
+
+    info = next(m for m in module_db if m.module_cls is torch.nn.CrossEntropyLoss)
+    for dtype in (FP32, BF16):
+        how = {"device": "cpu", "dtype": dtype, "requires_grad": True, "training": True}
+        for sample in info.module_inputs_func(info, **how):
+            yield (
+                *sample.forward_input.args,
+                {**sample.constructor_input.kwargs, **sample.forward_input.kwargs},
+                module,
+            )
+
+
+def test_torchs_samples() -> None:
+    """Losses and gradients of torch.testing's OpInfo and ModuleInfo, which torch itself must pass.
+
+    ringcomm has classes last.
+    """
+    pytest.importorskip("expecttest")  # which torch.testing._internal imports
+    num = 0
+    for logits, target, given, ours in torchs_samples():
+        options = {k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items()}
+        exact: dict[str, Any] = {
+            k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()
+        }
+        is_soft = target.is_floating_point()
+        wide = logits.detach().double().requires_grad_()
+        right = F.cross_entropy(wide, target.detach().double() if is_soft else target, **exact)
+        own = logits.detach().clone().requires_grad_()
+        rows, wanted = (
+            x.movedim(1, -1) if x.dim() > 1 and (x is own or is_soft) else x
+            for x in (own, target.detach())
+        )
+        loss = ours(rows, wanted, **options)
+        upstream = torch.ones_like(right)
+        right.backward(upstream)
+        loss.backward(upstream.to(loss.dtype))
+        what = f"{logits.dtype} {tuple(logits.shape)} {target.dtype} {options}"
+        tolerance = {FP32: 2e-5, FP64: 1e-12}.get(logits.dtype, 2e-2)
+        assert_near(loss, right, tolerance, what)
+        assert_near(own.grad, wide.grad, tolerance, what)
+        num += 1
+    assert num > 200
+
+
+# ---- logits that are read beside the loss
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def between_the_passes(leaf: Tensor, labels: Tensor, loss_of: Loss) -> Tensor:
+    """By metrics, by another loss and by a residual."""
+    z = leaf * 2
+    loss = loss_of(z, labels)
+    assert torch.equal(z.argmax(-1), leaf.argmax(-1))
+    return loss / 3 + 0.1 * torch.logsumexp(z, -1).pow(2).mean() + 0.2 * (z * z).mean()
+
+
+def capped(leaf: Tensor, labels: Tensor, loss_of: Loss) -> Tensor:
+    """By an operation that saves its result."""
+    z = leaf.tanh()
+    return loss_of(z, labels) + 0.1 * torch.logsumexp(z, -1).mean()
+
+
+def in_checkpoint(leaf: Tensor, labels: Tensor, loss_of: Loss) -> Any:
+    return checkpoint(lambda x: loss_of(torch.tanh(x), labels), leaf, use_reentrant=False)
+
+
+def in_hooks(leaf: Tensor, labels: Tensor, loss_of: Loss) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return loss_of(torch.tanh(leaf), labels)
+
+
+def in_graph(leaf: Tensor, labels: Tensor, loss_of: Loss) -> Any:
+    torch.compiler.reset()
+    head = lambda x: loss_of(torch.tanh(x), labels)  # noqa: E731
+    return torch.compile(head, fullgraph=True, backend="aot_eager")(leaf)
+
+
+def several(leaf: Tensor, labels: Tensor, loss_of: Loss) -> Tensor:
+    parts = zip((leaf * 1).chunk(3), labels.chunk(3), strict=True)
+    return torch.stack([loss_of(part * 1, of_part) for part, of_part in parts]).sum()
+
+
+READ: list[tuple[Any, Any, tuple[torch.dtype, ...]]] = [
+    # https://github.com/unslothai/unsloth/issues/5002: with inplace.
+    (between_the_passes, True, (FP32, BF16, FP16)),
+    # The same, where autograd checks no versions.
+    *itertools.product((in_checkpoint, in_hooks, in_graph), (True, "forward"), ((FP32,),)),
+    # https://github.com/modelscope/ms-swift/pull/10130,
+    # https://github.com/NVIDIA/Megatron-LM/pull/1594: not even the backward pass writes them.
+    (capped, False, (FP32, BF16, FP16, FP64)),
+    # https://github.com/Dao-AILab/flash-attention/issues/681: in one backward pass.
+    (several, True, (FP32,)),
+]
+
+
+@pytest.mark.parametrize(("read", "inplace", "dtypes"), READ, ids=name_of)
+def test_logits_that_are_read_beside_the_loss(read: Any, inplace: Any, dtypes: Any) -> None:
+    labels = random_targets((6,), 10)
+    for dtype in dtypes:
+        leaf = random_logits((6, 10), FP32).to(dtype).requires_grad_()
+        wide = leaf.detach().double().requires_grad_()
+        loss = read(leaf, labels, partial(cross_entropy, inplace=inplace))
+        loss.backward(retain_graph=not inplace)
+        read(wide, labels, F.cross_entropy).backward()
+        assert_near(leaf.grad, wide.grad, 1e-6 if dtype in (FP32, FP64) else 1e-2)
+        if not inplace:
+            assert leaf.grad is not None
+            twice = 2 * leaf.grad
+            loss.backward()
+            assert_near(leaf.grad, twice, 1e-6)
+
+
+def test_logits_that_are_read_before_the_loss_or_in_another_one() -> None:
+    leaf, labels = random_logits((6, 10)).requires_grad_(), random_targets((6,), 10)
+    logits = leaf * 2
+    before = torch.logsumexp(logits, -1).mean()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (cross_entropy(logits, labels, inplace=True) + before).backward()
+    logits = leaf * 2
+    twice = [cross_entropy(logits, t, inplace=True) for t in (labels, labels.clamp(min=0))]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (twice[0] + twice[1]).backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_logits_of_an_evaluation(mode: Callable[[], Any]) -> None:
+    """https://github.com/linkedin/Liger-Kernel/issues/328, also 343 and 507."""
+    head = torch.nn.Linear(4, 10).requires_grad_(mode is not torch.enable_grad)
+    with mode():
+        logits, labels = head(random_logits((6, 4))), random_targets((6,), 10)
+        kept = logits.clone()
+        loss = nn.CrossEntropyLoss(inplace=True)(logits, labels)
+        assert torch.equal(logits, kept)
+        assert_near(loss, F.cross_entropy(kept, labels), 1e-6)
+
+
+# ---- other dtypes
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP64])
+def test_class_weights_of_other_dtypes(dtype: torch.dtype) -> None:
+    """https://github.com/NVIDIA/DeepLearningExamples/pull/205"""
+    weight, labels = (torch.rand(10) + 0.5).to(dtype), random_targets((6,), 10)
+    logits = random_logits((6, 10), FP32).to(dtype)
+    right = F.cross_entropy(logits.double(), labels, weight=weight.double())
+    assert_near(cross_entropy(logits, labels, weight=weight), right, 1e-5)
+    assert_near(nn.CrossEntropyLoss(weight)(logits, labels), right, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16])
+def test_targets_of_small_integers(dtype: torch.dtype) -> None:
+    """https://github.com/pytorch/pytorch/issues/45540: labels of images; 255 is ignored."""
+    ignored = 255 if dtype == torch.uint8 else 100
+    hidden, weight = random_logits((6, 4)), random_logits((10, 4), seed=3)
+    target, logits = torch.tensor([1, 9, 0, 4, ignored, 3]), F.linear(hidden, weight)
+    right = F.cross_entropy(logits, target, ignore_index=ignored)
+    given = target.to(dtype)
+    assert_near(cross_entropy(logits, given, ignore_index=ignored), right, 1e-6)
+    linear = linear_cross_entropy(hidden, weight, given, ignore_index=ignored)
+    assert_near(linear, right, 1e-6)
+    with pytest.raises(IndexError, match=rf"target\[4\] = {ignored}"):
+        cross_entropy(logits, given)
+
+
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.2, "z_loss": 0.05, "softcap": 3.0, "logit_scale": -0.7},
+    {"vocab_size": 9, "reduction": "none"},
+    {"reduction": "sum", "z_loss": 0.1},
+    {"num_items": 7},
+]
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_float64(options: dict[str, Any]) -> None:
+    """https://github.com/modelscope/ms-swift/pull/10130 compares losses in float64 too."""
+    labels, results = random_targets((6,), 9), list[list[Tensor]]()
+    for dtype, inplace in itertools.product((FP64, FP32), (False, True)):
+        hidden, weight = (
+            random_logits(shape, seed=3).to(dtype).requires_grad_() for shape in ((6, 4), (10, 4))
+        )
+        given = {**options, "inplace": inplace and options.get("reduction") != "none"}
+        wanted = ("lse", "entropy", "accuracy")
+        loss, outputs = cross_entropy(F.linear(hidden, weight), labels, outputs=wanted, **given)
+        fused = linear_cross_entropy(hidden, weight, labels, **options)
+        assert loss.dtype == fused.dtype == outputs["lse"].dtype == dtype
+        grads = [torch.autograd.grad(each.sum(), (hidden, weight)) for each in (loss, fused)]
+        results.append([loss, fused, *outputs.values(), *grads[0], *grads[1]])
+    for found in results:
+        for value, right in zip(found, results[0], strict=True):
+            assert_near(value, right, 2e-5)
+    logits = random_logits((6, 10)).double().requires_grad_()
+    if "vocab_size" not in options:
+        assert torch.autograd.gradcheck(lambda x: cross_entropy(x, labels, **options), logits)
+    with pytest.raises(IndexError, match=r"target\[1\] = 10"):
+        cross_entropy(logits, torch.tensor([0, 10, 0, 0, 0, 0]), **options)
+
+
+def test_logits_without_values() -> None:
+    """https://github.com/pytorch/pytorch/issues/99250: on the meta device, in FakeTensorMode."""
+    for dtype, mode in itertools.product((FP64, FP32, BF16), (None, FakeTensorMode)):
+        with torch.device("meta") if mode is None else mode():
+            leaf = torch.empty(4, 10, dtype=dtype, requires_grad=True)
+            labels = torch.zeros(4, dtype=torch.int64)
+            cross_entropy(leaf, labels, label_smoothing=0.1, outputs=("lse",))[0].backward()
+            assert leaf.grad is not None
+            assert leaf.grad.shape == leaf.shape
+
+
 def test_operators_refuse_what_the_wrapper_would() -> None:
     logits, target = random_logits((3, 5)), random_targets((3,), 5)
     stats = (-100, 1.0, 0.0, False, False)
@@ -230,6 +467,15 @@ def test_module() -> None:
     oracle.assert_equal(loss, expected[0])
     oracle.assert_equal(outputs["lse"], expected[1]["lse"])
     assert not module.state_dict()
+    # https://github.com/deepset-ai/FARM/issues/428: a checkpoint has the weights of the loss.
+    theirs = torch.nn.ModuleList([torch.nn.CrossEntropyLoss(torch.rand(9))])
+    ours = torch.nn.ModuleList([nn.CrossEntropyLoss(torch.ones(9))])
+    ours.load_state_dict(theirs.state_dict())
+    assert_near(ours[0](logits, target), theirs[0](logits, target), 1e-6)
+    ours.load_state_dict({})
+    assert list(theirs.state_dict()) == ["0.weight"]
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.weight"):
+        torch.nn.ModuleList([nn.CrossEntropyLoss()]).load_state_dict(theirs.state_dict())
     half = module.bfloat16()(logits.bfloat16(), target)[0]
     torch.testing.assert_close(half, module.float()(logits, target)[0], rtol=0.02, atol=0.02)
 
@@ -274,6 +520,10 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
          {"weight": torch.ones(5)}),
         (ValueError, r"5 classes, got shape \(6,\)", (LOGITS, TARGET),
          {"weight": torch.ones(6), "vocab_size": 5}),
+        (ValueError, r"weights .* 6 classes, got shape \(1,\)", (LOGITS, TARGET),
+         {"weight": torch.ones(1)}),
+        (ValueError, r"weights .* 6 classes, got shape \(7,\)", (LOGITS.double(), TARGET),
+         {"weight": torch.ones(7).double()}),
         (ValueError, r"\(2, 3\)", (LOGITS, TARGET), {"weight": torch.ones(2, 3)}),
         (ValueError, "weights get no gradient", (LOGITS, TARGET),
          {"weight": torch.ones(6, requires_grad=True)}),
@@ -312,8 +562,12 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
 def test_wrong_arguments(
     error: type[Exception], words: str, args: tuple[Tensor, Tensor], options: dict[str, Any]
 ) -> None:
+    """https://github.com/pytorch/pytorch/issues/69339: fewer weights must not make padding."""
     with pytest.raises(error, match=words):
         cross_entropy(*args, **options)
-    if error is IndexError:
+    if "classes, got shape" in words:
+        with pytest.raises(error, match=words):
+            nn.CrossEntropyLoss(options["weight"], vocab_size=options.get("vocab_size"))(*args)
+    if error is IndexError or ("classes, got shape" in words and args[1] is TARGET):
         with pytest.raises(error, match=words):
             cross_entropy(args[0].clone(), args[1], inplace=True, **options)

@@ -135,7 +135,10 @@ def long_sums(tokens: int) -> tuple[list[Tensor], Tensor, list[Tensor]]:
 
 
 def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many blocks they are as exact as of one."""
+    """Of many blocks they are as exact as of one.
+
+    https://github.com/apple/ml-cross-entropy/issues/14: small probabilities count too.
+    """
     tensors, target, exact = long_sums(4096)
 
     def run() -> list[Tensor]:
@@ -166,6 +169,8 @@ def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"target": torch.arange(TOKENS) + CLASSES - 70}, IndexError, r"target\[70\] = 333"),
         ({"class_weight": torch.ones(CLASSES - 1), "vocab_size": CLASSES}, ValueError, "weight"),
         ({"vocab_size": CLASSES + 1}, ValueError, "columns"),
+        ({"class_weight": torch.ones(CLASSES + 1)}, ValueError, "class weights"),
+        ({"class_weight": torch.ones(1)}, ValueError, "class weights"),
         ({"outputs": ("logits",)}, ValueError, "outputs"),
         ({"sequence_parallel": True}, ValueError, "sequence_parallel"),
         ({"accumulate_dtype": BF16}, ValueError, "accumulate_dtype must be float32 or hidden's"),
@@ -177,6 +182,24 @@ def test_bad_input(arguments: Any, error: Any, words: str, small_blocks: None) -
         given["hidden"] = given["hidden"].clone().requires_grad_(has_grad)
         with pytest.raises(error, match=words):
             linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("shift", [0.0, 300.0, -1e4])
+def test_logits_with_a_common_offset(shift: float) -> None:
+    """https://github.com/pytorch/pytorch/pull/195829, https://github.com/apple/ml-cross-entropy/issues/52"""
+    given = layer()
+    bias = torch.full((CLASSES,), shift) + torch.arange(CLASSES) / CLASSES
+    leaves = [x.requires_grad_() for x in (given["hidden"], given["weight"] / 5, bias)]
+    hidden, weight, _ = leaves
+    loss = linear_cross_entropy(hidden, weight, given["target"], bias=bias)
+    found = torch.autograd.grad(loss, leaves)
+    z = torch.nn.functional.linear(*leaves).detach().double().requires_grad_()
+    right = torch.nn.functional.cross_entropy(z, given["target"])
+    (slope,) = torch.autograd.grad(right, z)
+    exact = slope @ weight.double(), slope.T @ hidden.double(), slope.sum(0)
+    torch.testing.assert_close(loss.double(), right, rtol=1e-6, atol=1e-6)
+    for grad, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def sgd(weight: Tensor, lr: float, seen: list[int]) -> Callable[[slice, Tensor], None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from functools import partial
 from typing import Any
@@ -11,6 +13,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from cases import slow
 from loss_oracle import OUTPUTS, random_logits, random_targets
 from ranks import in_ranks, run_ranks
@@ -206,3 +209,84 @@ def test_different_numbers_of_tokens(rank: int) -> None:
     num_tokens = 3 + rank
     with pytest.raises(MismatchError, match="softmax_stats"):
         even_loss(rank, torch.zeros(num_tokens, 4), torch.zeros(num_tokens, dtype=torch.int64))
+
+
+# ---- what users of other libraries reported
+
+CLASSES = 10
+LOGITS, TARGET = random_logits((6, CLASSES)), torch.tensor([1, 9, 0, 4, -100, 3])
+LAYER = random_logits((6, 4), seed=1), random_logits((CLASSES, 4), seed=2)
+
+
+@in_ranks(2)
+def test_class_weights_of_shards(rank: int) -> None:
+    """https://github.com/NVIDIA/Megatron-LM/issues/7452: the number of classes is of all ranks."""
+    own, group = LOGITS[:, 5 * rank : 5 * rank + 5], dist.group.WORLD
+    weight = torch.rand(CLASSES, generator=torch.Generator().manual_seed(0)) + 0.1
+    right = F.cross_entropy(LOGITS, TARGET, weight=weight)
+    for start in (None, 5 * rank):
+        for bad in (weight[:9], torch.ones(11)):
+            with pytest.raises(ValueError, match=r"class weights .* 10 classes"):
+                cross_entropy(own, TARGET, group=group, vocab_start=start, weight=bad)
+        loss = cross_entropy(own, TARGET, group=group, vocab_start=start, weight=weight)
+        torch.testing.assert_close(loss, right)
+    target = TARGET.clamp(max=8)
+    padded = F.cross_entropy(LOGITS[:, :9], target, weight=weight[:9])
+    given: dict[str, Any] = {"group": group, "vocab_start": 5 * rank, "vocab_size": 9}
+    torch.testing.assert_close(cross_entropy(own, target, weight=weight[:9], **given), padded)
+    mesh = init_device_mesh("cpu", (2,))
+    part = distribute_tensor(LOGITS, mesh, [Shard(1)])
+    torch.testing.assert_close(cross_entropy(part, TARGET, weight=weight), right)
+    with pytest.raises(ValueError, match=r"class weights .* 10 classes"):
+        cross_entropy(part, TARGET, weight=weight[:9])
+    with pytest.raises(ValueError, match=r"class weights .* 10 classes"):
+        nn.CrossEntropyLoss(weight[:9], group=group, num_columns=5)
+
+
+@in_ranks(2)
+def test_a_head_that_is_not_gathered(rank: int) -> None:
+    """https://github.com/linkedin/Liger-Kernel/issues/332, https://github.com/huggingface/trl/pull/6372"""
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, weight = LAYER
+    bias = torch.zeros(CLASSES)
+    for at, name in enumerate(("hidden", "weight", "bias")):
+        given: list[Any] = [hidden, weight, bias]
+        given[at] = distribute_tensor(given[at], mesh, [Replicate() if at == 0 else Shard(0)])
+        with pytest.raises(TypeError, match=rf"{name} is a DTensor: .*fully_shard"):
+            linear_cross_entropy(given[0], given[1], TARGET, bias=given[2])
+
+
+@in_ranks(2)
+def test_frozen_shards_of_a_head(rank: int) -> None:
+    """https://github.com/fla-org/flash-linear-attention/pull/1253: one rank's head is frozen."""
+    hidden = LAYER[0].clone().requires_grad_()
+    weight = LAYER[1][5 * rank : 5 * rank + 5].clone().requires_grad_(rank == 0)
+    given: dict[str, Any] = {"group": dist.group.WORLD, "vocab_start": 5 * rank}
+    loss = linear_cross_entropy(hidden, weight, TARGET, vocab_size=CLASSES, **given)
+    loss.backward()
+    whole: list[Any] = [x.clone().requires_grad_() for x in LAYER]
+    F.cross_entropy(F.linear(*whole), TARGET).backward()
+    torch.testing.assert_close(hidden.grad, whole[0].grad)
+    if rank == 0:
+        torch.testing.assert_close(weight.grad, whole[1].grad[:5])
+    else:
+        assert weight.grad is None
+
+
+@in_ranks(2)
+def test_copies_of_modules_with_a_group(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/73825: process groups cannot be pickled."""
+    group = dist.group.WORLD
+    plain = nn.CrossEntropyLoss(group=group, num_columns=5)
+    fused = nn.LinearCrossEntropyLoss(group=group, vocab_start=5 * rank, vocab_size=CLASSES)
+    model: Any = torch.nn.ModuleList([plain, fused])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    averaged: Any = torch.optim.swa_utils.AveragedModel(model).module
+    own, rows = LOGITS[:, 5 * rank : 5 * rank + 5], LAYER[1][5 * rank : 5 * rank + 5]
+    for found in (model, copy.deepcopy(model), copy.deepcopy(loaded), loaded, averaged):
+        torch.testing.assert_close(found[0](own, TARGET), F.cross_entropy(LOGITS, TARGET))
+        right = F.cross_entropy(F.linear(*LAYER), TARGET)
+        torch.testing.assert_close(found[1](LAYER[0], rows, TARGET), right)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,6 +94,118 @@ class EarlyBypass(nn.Module):
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+def numbers(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of six, with a gradient."""
+    return (ids[:, :6] / VOCAB).to(weight.dtype).requires_grad_()
+
+
+class WeightIsInput(nn.Module):
+    """Layers whose input is a weight, or a part of one, that is trained too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.first, self.second = nn.Linear(6, 50), nn.Linear(6, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.first(self.table.weight[2:8]) + self.second(self.table.weight).mean(0)
+        return torch.tanh(numbers(ids, rows) @ rows).square().mean()
+
+
+class Gated(nn.Module):
+    """A segment that reads the last layer's weight without a gradient, or only what it is like."""
+
+    def __init__(self, how: str, *, is_reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.how, self.is_reentrant = how, is_reentrant
+
+    def segment(self, x: Tensor) -> Tensor:
+        weight: Any = self.head.weight
+        if self.how == "layer":
+            with torch.no_grad():
+                gate = torch.sigmoid(self.head(x))
+        elif self.how == "detached":
+            gate = nn.functional.linear(x.detach(), weight.detach())
+        elif self.how == "data":
+            gate = weight.data.norm()
+        elif self.how == "number":
+            gate = torch.tensor(weight.tolist()).norm()
+        else:
+            assert weight.is_contiguous()
+            assert (weight.numel(), weight.size(0)) == (36, 6)
+            gate = torch.ones(weight.shape, dtype=weight.dtype, device=weight.device).mean()
+        return torch.tanh(self.body(x)) * gate
+
+    def forward(self, ids: Tensor) -> Any:
+        x = checkpoint(
+            self.segment, numbers(ids, self.head.weight), use_reentrant=self.is_reentrant
+        )
+        return self.head(x).square().mean()
+
+
+class Reused(nn.Module):
+    """Weights in reentrant segments, and beside them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(6, 6)
+        self.table: Any = nn.Embedding(6, 6) if how == "tied" else None
+
+    def segment(self, x: Tensor) -> Tensor:
+        if self.how == "tied":
+            return torch.tanh(self.layer(x)) @ self.table.weight.t()
+        if self.how == "functional":
+            return nn.functional.linear(torch.tanh(self.layer(x)), self.layer.weight)
+        return torch.tanh(self.layer(x))
+
+    def forward(self, ids: Tensor) -> Any:
+        x = numbers(ids, self.layer.weight)
+        if self.how == "tied":
+            x = x + self.table(ids[:, 0] % 6)
+        elif self.how == "before":
+            x = self.layer(x)
+        elif self.how == "eval":
+            self.eval()
+        x = checkpoint(self.segment, x, use_reentrant=True)
+        if self.how == "nested":
+            x = checkpoint(
+                lambda y: checkpoint(self.segment, y, use_reentrant=True), x, use_reentrant=True
+            )
+        elif self.how in ("eval", "twice"):
+            x = checkpoint(self.segment, x, use_reentrant=True)
+        elif self.how in ("after", "functional"):
+            x = self.layer(x)
+        return x.square().mean()
+
+
+class Nested(nn.Module):
+    """Segments in segments, with dropout."""
+
+    def __init__(self, *, is_reentrant: bool) -> None:
+        super().__init__()
+        self.is_reentrant = is_reentrant
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.ReLU(inplace=True)) for _ in range(4)
+        )
+
+    def run_two(self, x: Tensor, begin: int) -> Any:
+        for block in self.blocks[begin : begin + 2]:
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return x
+
+    def forward(self, ids: Tensor) -> Any:
+        torch.manual_seed(5)
+        x = numbers(ids, next(self.parameters()))
+        for begin in (0, 2):
+            x = checkpoint(self.run_two, x, begin, use_reentrant=self.is_reentrant)
+        return x.square().mean()
+
+
+REUSED = {
+    f"reused {how}": partial(Reused, how)
+    for how in ("tied", "functional", "before", "after", "eval", "nested", "twice")
+}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
     "tied": lambda: Net(tied=True),
@@ -101,6 +214,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "low_rank": LowRank,
     "bypass": Bypass,
     "early_bypass": EarlyBypass,
+    # https://github.com/zyushun/Adam-mini/issues/11: tables that are used in several ways.
+    "weight is input": WeightIsInput,
+    # https://github.com/deepspeedai/DeepSpeed/issues/988
+    **REUSED,
+    # A use that is seen: the update waits for the segment.
+    "gated": partial(Gated, "layer", is_reentrant=True),
+    # As models of transformers do: https://github.com/huggingface/transformers/pull/41535.
+    "reads shape": partial(Gated, "shape", is_reentrant=False),
+    "reads shape, reentrant": partial(Gated, "shape", is_reentrant=True),
+    # https://github.com/LoganBooker/prodigy-plus-schedule-free/issues/7
+    "nested": partial(Nested, is_reentrant=False),
+    "nested, reentrant": partial(Nested, is_reentrant=True),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lomo_models import LR, MODELS, batches, changed, distance, make, train, train_sgd, weights
-from steps import apply_steps
+from steps import apply_steps, train_step
 from torch import Tensor, nn
 
 from ringcomm.optim import AdaLomo, Lomo
@@ -90,6 +90,66 @@ def test_autocast(inside: bool) -> None:
     exact = make("plain").double()
     train_sgd(exact, data, LR)
     assert distance(model, exact) <= 1.5 * distance(sgd, exact)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_as_torch_does(dtype: torch.dtype, given: torch.dtype) -> None:
+    """autocast leaves float64 and integers alone: https://github.com/pytorch/pytorch/pull/36171."""
+    layer = nn.Linear(6, 3).to(dtype)
+    outcomes = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            try:
+                outcomes.append(layer(torch.ones(5, 6).to(given)).dtype)
+            except RuntimeError:
+                outcomes.append(None)
+        Lomo(layer, LR)
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"clip_grad_value": 0.01}])
+def test_weights_in_other_layouts(kind: Any, options: dict[str, Any]) -> None:
+    """Layers made of a Conv1D by weight.t(), and channels_last.
+
+    https://github.com/huggingface/transformers/issues/41535
+    """
+    found = []
+    for is_strided in (False, True):
+        torch.manual_seed(0)
+        matrix: Any = nn.ParameterList([torch.randn(6, 4)])
+        model: Any = nn.ModuleList([matrix, nn.Linear(4, 4), nn.Embedding(5, 4)])
+        model.append(nn.Conv2d(2, 3, (2, 2)))
+        if is_strided:
+            matrix[0] = nn.Parameter(matrix[0].detach().t().contiguous().t())
+            for layer in model[1:3]:
+                layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+            model[3].to(memory_format=torch.channels_last)
+        opt = kind(model, 0.1, **options)
+        for step in range(3):
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+            y = torch.tanh(model[1](x @ matrix[0]) + model[2](torch.arange(5)))
+            y = model[3](y.view(-1, 2, 2, 1).expand(-1, 2, 2, 2))
+            train_step(y.square().mean(), opt)
+        states = [value for state in opt.state.values() for value in state.values()]
+        found.append([*weights(model).values(), *states])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1e6}, {"clip_grad_value": 9.0}])
+def test_layers_without_features(kind: Any, options: dict[str, Any]) -> None:
+    """https://github.com/pytorch/pytorch/issues/48152, https://github.com/salute-developers/GigaAM/pull/33"""
+    none, some = nn.Linear(0, 4), nn.Linear(6, 0)
+    opt = kind(nn.ModuleList([none, some]), 0.1, **options)
+    bias = none.bias.detach().clone()
+    (none(torch.ones(5, 0)).sum() + some(torch.ones(5, 6)).sum()).backward()
+    opt.step()
+    if kind is Lomo:
+        torch.testing.assert_close(none.bias.detach(), bias - 0.1 * 5)
+    assert torch.isfinite(none.bias).all()
 
 
 @pytest.mark.slow

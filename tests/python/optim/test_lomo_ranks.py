@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from curves import whole
 from full_states import full_weights
-from lomo_models import Net, batches, changed, make, train_sgd, weights
+from lomo_models import REUSED, Net, batches, changed, make, train_sgd, weights
 from ranks import in_ranks, place, run_ranks
 from steps import apply_steps
 from torch import Tensor, nn
@@ -44,21 +44,25 @@ def run(opt: Any, model: nn.Module, data: list[Tensor]) -> float | None:
 # ---- replicas
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"weight_decay": 0.1},
-        {"clip_grad_value": 0.003},
-        {"overlap": True, "clip_grad_value": 0.003},
-        {"clip_grad_norm": 0.1, "clip_mode": "two_pass"},
-    ],
-    ids=lambda options: "-".join(map(str, options)),
-)
+TWO_PASSES: dict[str, Any] = {"clip_grad_norm": 0.1, "clip_mode": "two_pass"}
+REPLICAS: list[tuple[str, dict[str, Any]]] = [
+    ("tied", {"weight_decay": 0.1}),
+    ("tied", {"clip_grad_value": 0.003}),
+    ("tied", {"overlap": True, "clip_grad_value": 0.003}),
+    ("tied", TWO_PASSES),
+    # https://github.com/pytorch/pytorch/issues/81296
+    *((name, options) for name in REUSED for options in ({}, {"clip_grad_norm": 1e6}, TWO_PASSES)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), REPLICAS, ids=str)
 @in_ranks(3)
-def test_replicas_make_the_steps_of_one_process(rank: int, device: str, options: Any) -> None:
+def test_replicas_make_the_steps_of_one_process(
+    rank: int, device: str, name: str, options: Any
+) -> None:
     """On three ranks; test_pairs.py has two."""
-    at, sgd = place(device, rank), make("tied")
-    model = make("tied").to(at)
+    at, sgd = place(device, rank), make(name)
+    model = make(name).to(at)
     mesh = init_device_mesh(at.type, (3,)) if "overlap" in options else None
     opt = Lomo(model, LR, group=None if mesh else dist.group.WORLD, mesh=mesh, **options)
     norm = run(opt, model, [ids.to(at) for ids in parts(rank, 3)])
@@ -322,6 +326,18 @@ def test_fully_shard(rank: int, world_size: int, name: str, kind: Any, options: 
         apply_steps(opt)
         assert opt.loss_scale == 2.0**15
         assert_close(full_weights(model), before, 0)
+
+
+@in_ranks(2)
+def test_fully_shard_with_a_layer_in_two_reentrant_segments(rank: int) -> None:
+    """torch loses a gradient: https://github.com/deepspeedai/DeepSpeed/issues/2103."""
+    model = make("reused twice")
+    fully_shard(model.layer)
+    fully_shard(model)
+    opt = Lomo(model, LR)
+    with pytest.raises(RuntimeError, match=r"layer\.\w+ is used by several segments.*reentrant"):
+        model(batches(1)[0]).backward()
+    opt.close()
 
 
 @in_ranks(2)

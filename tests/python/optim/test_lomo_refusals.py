@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lomo_models import (
     LR,
     Bypass,
+    Gated,
     LowRank,
     Net,
     batches,
@@ -25,7 +28,10 @@ from lomo_models import (
     train_sgd,
     weights,
 )
+from ranks import in_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from zero_models import assert_alike
 
 from ringcomm.optim import AdaLomo, Lomo
 
@@ -111,24 +117,42 @@ CUT_OFF: list[tuple[int, dict[str, Any]]] = [  # micro-batches before the except
 ]
 
 
+IN_RANKS: list[tuple[type[Any], dict[str, Any]]] = [
+    (Lomo, {}),
+    (Lomo, {"overlap": True}),
+    (Lomo, {"loss_scale": 1024.0}),
+    (Lomo, {"clip_grad_norm": 100.0, "clip_mode": "two_pass"}),
+    (AdaLomo, {}),
+]
+
+
 @pytest.mark.parametrize("then", ["zero_grad", "step"])
-@pytest.mark.parametrize(("num_before", "options"), CUT_OFF, ids=str)
-@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
-@pytest.mark.filterwarnings("ignore:.*got parameters without their model")
-def test_a_backward_pass_that_raises(kind: Any, num_before: int, options: Any, then: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "kind", "num_before", "options"),
+    [
+        *((1, kind, *case) for kind in (Lomo, AdaLomo) for case in CUT_OFF),
+        *((2, kind, 0, {"weight_decay": 0.1, **options}) for kind, options in IN_RANKS),
+    ],
+    ids=str,
+)
+@in_ranks()
+def test_a_backward_pass_that_raises(
+    rank: int, world_size: int, kind: Any, num_before: int, options: Any, then: str
+) -> None:
     """zero_grad() drops what waits. step() makes a step by the gradients that had arrived."""
     ours, theirs = make("plain"), make("plain")
-    opt = kind(ours, LR, **options)
+    over = {"group": dist.group.WORLD} if world_size > 1 else {}
+    opt = kind(ours, LR, **options, **over)
     num_parts, mode = opt.options.accumulation_steps, opt.options.mode
     of_step = {key: options[key] for key in ("weight_decay", "clip_grad_norm") if key in options}
-    oracle = kind(theirs.parameters(), LR, **of_step)
-    data = batches(3 * num_parts)
+    oracle = kind(theirs.parameters(), LR, **of_step, model=theirs, group="none")
+    data = batches(3 * num_parts, rows=2)
     for begin in range(0, len(data), num_parts):
         parts = data[begin : begin + num_parts]
+        mine = [ids.chunk(world_size)[rank] for ids in parts]
         if begin == num_parts:
-            cut = parts[: num_before + 1]
-            grads = gradients_of(theirs, cut, fails=True)
-            hook = fail_last(ours, opt, cut)
+            grads = gradients_of(theirs, parts[: num_before + 1], fails=True)
+            hook = fail_last(ours, opt, mine[: num_before + 1])
             if then == "step":
                 opt.step()
                 if mode != "two_pass":
@@ -142,9 +166,10 @@ def test_a_backward_pass_that_raises(kind: Any, num_before: int, options: Any, t
             assert opt.held_bytes == 0
             assert distance(ours, theirs) < 1e-5
         step_by_hand(oracle, theirs, gradients_of(theirs, parts, fails=False))
-        train(opt, ours, parts)
+        train(opt, ours, mine)
         assert distance(ours, theirs) < 1e-5
         assert opt.param_groups[0]["step"] == oracle.param_groups[0]["step"]
+    assert_alike(weights(ours))
 
 
 # ---- what is refused
@@ -162,6 +187,109 @@ def test_backward_twice() -> None:
         opt.zero_grad()
     opt.step()
     model(batches(1)[0]).backward()
+
+
+@pytest.mark.parametrize("how", ["fused", "replicas", "shards", "hooks"])
+@in_ranks(1)
+def test_a_graph_that_runs_again(rank: int, how: str) -> None:
+    """https://github.com/kozistr/pytorch_optimizer/issues/64: weights are updated between two
+    backward passes through one graph."""
+    model = make("plain")
+    if how == "shards":
+        fully_shard(model)
+    given = model.parameters() if how == "hooks" else model
+    group: Any = {"fused": "none", "shards": None}.get(how, dist.group.WORLD)
+    optimizer = Lomo(given, 0.1, model=model, group=group)
+    loss = model(batches(1)[0])
+    loss.backward(retain_graph=True)
+    before = None if how == "shards" else weights(model)
+    with pytest.raises(RuntimeError, match=r"after its update by Lomo: .*accumulation_steps=N"):
+        (2 * loss).backward()
+    assert before is None or not changed(model, before)
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = model(batches(1)[0])
+    torch.autograd.grad(kept, model.norm.weight, retain_graph=True)  # no update
+    optimizer.zero_grad()
+
+
+def test_a_model_is_cast_after_the_optimizer_was_made() -> None:
+    """https://github.com/pytorch/ao/issues/4616: dtypes that differ in the backward pass."""
+    model = make("plain")
+    opt = Lomo(model, LR)
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"was cast to torch\.bfloat16"):
+        model(batches(1)[0]).backward()
+    opt.close()
+
+
+def test_an_activation_is_modified_before_the_step() -> None:
+    """A kept activation that a hook's user overwrites is an error, before a weight is written.
+
+    https://github.com/OpenLMLab/LOMO/issues/41
+    """
+    model, kept = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64)), list[Tensor]()
+    before = weights(model)
+    model[1].register_forward_hook(lambda _m, _a, out: kept.append(out.detach()))
+    opt = Lomo(model, LR, clip_grad_norm=1e6)
+    model(torch.ones(5, 6)).square().mean().backward()
+    kept[0].zero_()
+    with pytest.raises(RuntimeError, match=r"layer of 2\.weight.*modified in place"):
+        opt.step()
+    assert not changed(model, before)
+    model(torch.ones(5, 6)).square().mean().backward()
+    opt.step()
+    assert changed(model, before)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("how", ["layer", "detached", "data", "number"])
+def test_a_segment_that_reads_a_weight_after_its_update(how: str, is_reentrant: bool) -> None:
+    """https://github.com/pytorch/tutorials/pull/2568: weights change while the pass still runs.
+
+    Deferred updates come after it.
+    """
+    torch.manual_seed(0)
+    model = Gated(how, is_reentrant=is_reentrant)
+    sgd = copy.deepcopy(model)
+    if (how, is_reentrant) != ("layer", True):  # which the models of test_lomo.py have
+        opt = Lomo(model, LR)
+        with pytest.raises(RuntimeError, match=r"head\.weight was read inside a backward pass"):
+            model(batches(1)[0]).backward()
+        opt.zero_grad()
+        assert {type(param) for param in model.parameters()} == {nn.Parameter}
+        opt.close()
+        model.load_state_dict(sgd.state_dict())
+    train(Lomo(model, LR, clip_grad_norm=1e6), model, batches(3))
+    train_sgd(sgd, batches(3), LR)
+    assert distance(model, sgd) < 1e-5
+
+
+def test_a_backward_pass_that_clones_what_is_written() -> None:
+    """torch.autograd.graph.allow_mutation_on_saved_tensors() raises a KeyError of its own for
+    custom operators that write their arguments."""
+    model = make("plain")
+    before, opt = weights(model), Lomo(model, LR)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        loss = model(batches(1)[0])
+        with pytest.raises(RuntimeError, match=r"allow_mutation_on_saved_tensors\(\) is active"):
+            loss.backward()
+    assert not changed(model, before)
+    opt.zero_grad()
+    train(opt, model, batches(1))
+    assert changed(model, before)
+
+
+def test_weights_are_taken_out_of_a_param_group() -> None:
+    """Block-wise optimizers replace the list: https://github.com/ContinualAI/avalanche/pull/1362."""
+    model = make("plain")
+    groups = [{"params": [*part.parameters()]} for part in (model.up, model.head, model.mix)]
+    opt = Lomo(groups, LR, model=model)
+    opt.param_groups[2]["params"] = [model.mix.bias]
+    before = weights(model)
+    with pytest.raises(ValueError, match="param_groups has 4 weights, but Lomo trains 5"):
+        model(batches(1)[0]).backward()
+    assert not changed(model, before)
 
 
 @pytest.mark.parametrize("how", ["clip_grad_norm_", "clip_grad_value_", "GradScaler", "no step"])
@@ -241,6 +369,14 @@ def test_models_that_are_wrong() -> None:
         Lomo(Net().requires_grad_(False), LR)
     with pytest.raises(ValueError, match="sparse gradients"):
         Lomo(nn.Sequential(nn.Embedding(4, 4, sparse=True)), LR)
+    # Not in the first backward pass: https://github.com/pytorch/pytorch/issues/114299.
+    for weight, words in (
+        (torch.ones(4, 16)[:, ::2], "gaps or overlaps"),
+        (torch.ones(1).expand(4), "gaps or overlaps"),
+        (torch.ones(4, dtype=torch.complex64), "float32, float16 or bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=f"0 .*{words}"):
+            Lomo(nn.ParameterList([nn.Parameter(weight)]), LR)
     opt = Lomo(model, LR)
     with pytest.raises(ValueError, match=r"embed\.weight already has an optimizer"):
         AdaLomo(model, LR)
@@ -318,20 +454,22 @@ def test_models_go_with_their_optimizer() -> None:
     assert all(ref() is None for ref in params)
 
 
-def test_evaluation_in_between_and_copies() -> None:
-    model, sgd = make("reentrant"), make("reentrant")
-    data = batches(3)
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, nullcontext])
+@pytest.mark.parametrize("name", ["plain", "reentrant", "reused twice"])
+def test_passes_without_a_backward_pass_delay_nothing(name: str, without_gradients: Any) -> None:
+    """An evaluation in training mode, as for pseudo-labels, or a loss that is dropped: gradients
+    must not wait for step().
+
+    https://github.com/OpenLMLab/LOMO/issues/41
+    """
+    model = make(name)
     opt = Lomo(model, LR)
-    for ids in data:
-        with torch.no_grad():
-            model(ids)  # in training mode: counted as a use that is to come
-        twin = copy.deepcopy(model)  # an ordinary one
-        twin(ids).backward()
-        assert twin.up.weight.grad is not None
+    for ids in batches(2):
+        with without_gradients():
+            model(ids)
         model(ids).backward()
+        assert opt.held_bytes == 0
         opt.step()
-    train_sgd(sgd, data, LR)
-    assert distance(model, sgd) < 1e-6
 
 
 def test_weights_used_behind_their_layers_back_can_be_moved() -> None:

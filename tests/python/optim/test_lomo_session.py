@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -172,40 +171,6 @@ def test_between_steps(kind: Any, action: Action) -> None:
             assert is_last or opt.held_bytes > 0
         assert distance(ours, theirs) < 1e-5
         assert distance(ours, make("plain")) > 1e-3
-
-
-@pytest.mark.parametrize("names", [["up.weight", "norm.bias"], ["embed.weight"]])
-def test_backward_to_some_weights(names: list[str]) -> None:
-    ours, theirs = make("plain"), make("plain")
-    opt, sgd = Lomo(ours, LR), torch.optim.SGD(theirs.parameters(), LR)
-    for ids in batches(2):
-        for model, by in ((ours, opt), (theirs, sgd)):
-            model(ids).backward(inputs=[model.get_parameter(name) for name in names])
-            apply_steps(by)
-    assert distance(ours, theirs) < 1e-6
-    assert changed(ours, weights(make("plain"))) == set(names)
-
-
-@pytest.mark.parametrize("name", ["plain", "low_rank", "checkpoint"])
-def test_gradient_penalty(name: str) -> None:
-    """Second-order gradients of fused layers."""
-    ours, theirs = make(name), make(name)
-    params = [param for param in theirs.parameters() if param.requires_grad]
-    opt, sgd = Lomo(ours, LR), torch.optim.SGD(params, LR)
-    for ids in batches(3):
-        for model, by in ((ours, opt), (theirs, sgd)):
-            model.embed.requires_grad_(True)
-            loss, rows = with_rows(model, ids)
-            model.embed.requires_grad_(name != "low_rank")
-            (slope,) = torch.autograd.grad(loss, rows, create_graph=True)
-            train_step(loss + 0.01 * slope.square().sum(), by)
-    assert distance(ours, theirs) < 1e-5
-    assert distance(ours, make(name)) > 1e-3
-    loss, rows = with_rows(ours, ids)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of cycles, once for each process
-        loss.backward(create_graph=True)
-    opt.step()
 
 
 def test_copies_are_plain_models() -> None:

@@ -15,9 +15,7 @@ from lomo_models import (
     Net,
     batches,
     fail_last,
-    gradients_of,
     make,
-    step_by_hand,
     train,
     weights,
 )
@@ -194,53 +192,7 @@ def test_one_gradient_at_a_time_is_alive(rank: int) -> None:
     assert max(peaks) <= max(param.nbytes for param in Net().parameters()) + 256, peaks
 
 
-# ---- a backward pass that raises on all ranks
-
-
-def train_cut_off(rank: int, how: str, kind: Any, options: Any, then: str) -> dict[str, Any]:
-    """Weights after three steps; in the second, a backward pass raises before it is repeated."""
-    model = make("plain")
-    group = dist.group.WORLD if how == "replicas" else None
-    opt = kind(model, LR, 0.1, group=group, **options)
-    for i, ids in enumerate(batches(3, rows=2)):
-        mine = [ids[rank : rank + 1]]
-        if i == 1:
-            hook = fail_last(model, opt, mine)
-            getattr(opt, then)()
-            opt.zero_grad()
-            hook.remove()
-        train(opt, model, mine)
-    return weights(model)
-
-
-RAISES: list[tuple[str, Any, dict[str, Any]]] = [
-    ("replicas", Lomo, {}),
-    ("replicas", Lomo, {"overlap": True}),
-    ("replicas", Lomo, {"loss_scale": 1024.0}),
-    ("replicas", Lomo, {"clip_grad_norm": 100.0, "clip_mode": "two_pass"}),
-    ("replicas", AdaLomo, {}),
-]
-
-
-@pytest.mark.parametrize("then", ["zero_grad", "step"])
-@pytest.mark.parametrize(("how", "kind", "options"), RAISES, ids=str)
-@pytest.mark.filterwarnings("ignore:.*got parameters without their model")
-def test_a_backward_pass_that_raises(how: str, kind: Any, options: Any, then: str) -> None:
-    """No weight is written, nor decayed, whose gradient has not arrived."""
-    results = run_ranks(2, train_cut_off, how, kind, options, then)
-    model = make("plain")
-    oracle = kind(model.parameters(), LR, 0.1)
-    for i, ids in enumerate(batches(3, rows=2)):
-        if i == 1 and "clip_mode" not in options:
-            steps = oracle.param_groups[0]["step"]
-            if then == "step" or not options.get("loss_scale"):
-                step_by_hand(oracle, model, gradients_of(model, [ids], fails=True))
-            if then == "zero_grad":
-                oracle.param_groups[0]["step"] = steps
-        step_by_hand(oracle, model, gradients_of(model, [ids], fails=False))
-    for name, expected in weights(model).items():
-        torch.testing.assert_close(results[0][name], expected, rtol=0, atol=1e-5)
-        assert torch.equal(results[1][name], results[0][name])
+# ---- a backward pass that raises: on all ranks, in test_lomo_refusals.py
 
 
 @in_ranks(2)

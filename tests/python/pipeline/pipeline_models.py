@@ -22,7 +22,7 @@ class Case(NamedTuple):
 
     schedule: str
     num_ranks: int
-    model: str = "deep"  # "frozen", "tied", "twice"
+    model: str = "deep"  # "frozen", "tied", "twice", or of BLOCKS
     stages_per_rank: int | None = None
     recompute: bool = False
     autocast: bool = False
@@ -30,6 +30,7 @@ class Case(NamedTuple):
     num_batches: int = 1  # a step
     scale: float = 1.0
     clips: bool = False
+    evaluates: bool = False  # before the first step
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         if self.model == "tied":
@@ -42,6 +43,9 @@ class Case(NamedTuple):
     def make(self) -> Any:
         if self.model == "tied":
             return make_tied()
+        if self.model in BLOCKS:
+            torch.manual_seed(0)
+            return Blocks(*BLOCKS[self.model](), nn.Linear(WIDTH, 3))
         model = make_deep()
         if self.model == "twice":
             layers = (Twice(b.up.in_features) if isinstance(b, Block) else b for b in model)
@@ -93,6 +97,64 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.both(torch.tanh(self.both(x)))
+
+
+class Blocks(nn.Sequential):
+    """Blocks that take what the one before them returns, and may return several tensors."""
+
+    def forward(self, value: Any) -> Any:
+        for block in self:
+            value = block(*value) if isinstance(value, tuple) else block(value)
+        return value
+
+
+class Around(nn.Module):
+    """A weight before and after another one, which is beside it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.outer(self.inner(self.outer(x).tanh()).tanh())
+        return y + self.inner(x)
+
+
+class Pair(nn.Module):
+    """Returns a second tensor that the next block does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, _: Tensor | None = None) -> Any:
+        y = self.linear(x).tanh()
+        return y, y * 2
+
+
+class Drops(nn.Module):
+    """The second tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, _: Tensor) -> Any:
+        return self.linear(x).tanh()
+
+
+class Writes(nn.Linear):
+    """Writes into its input: a leaf of a stage, which in one process it is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.relu_())
+
+
+BLOCKS: dict[str, Any] = {
+    "shared": lambda: [Around() for _ in range(4)],
+    "unused": lambda: [*(Pair() for _ in range(4)), Drops()],
+    "in place": lambda: [nn.Linear(WIDTH, WIDTH), *(Writes(WIDTH, WIDTH) for _ in range(4))],
+}
 
 
 class Tied(nn.Module):

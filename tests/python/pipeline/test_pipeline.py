@@ -55,6 +55,9 @@ def train(rank: int, device: str, case: Case) -> tuple[Run, list[float]]:
     )
     optimizer = sgd(pipe.parameters())
     losses, norms = [], []
+    if case.evaluates:
+        pipe.evaluate(*case.batch(0))
+        pipe.forward(case.batch(0)[0])
     for step in range(STEPS):
         for part in range(case.num_batches):
             x, y = case.batch(case.num_batches * step + part)
@@ -66,6 +69,16 @@ def train(rank: int, device: str, case: Case) -> tuple[Run, list[float]]:
     return Run(losses, {name: value.cpu() for name, value in full_weights(pipe).items()}), norms
 
 
+SCHEDULES = {
+    # https://github.com/pytorch/pytorch/pull/181365: split backward passes and shared weights.
+    "shared": ("1f1b", "zero-bubble", "zbv"),
+    # https://github.com/pytorch/pytorch/issues/152827: an input that a stage does not use.
+    "unused": ("1f1b", "zero-bubble", "zbv"),
+    # https://github.com/pytorch/pytorch/issues/727: in-place operations on leaves.
+    "in place": ("gpipe", "interleaved", "zbv"),
+}
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -75,7 +88,7 @@ def train(rank: int, device: str, case: Case) -> tuple[Run, list[float]]:
         Case("1f1b", 2, autocast=True),
         Case("1f1b", 2, "tied", num_batches=2, clips=True),
         Case("1f1b", 3, "frozen", recompute=True),
-        Case("1f1b", 4),
+        Case("1f1b", 4, evaluates=True),
         Case("interleaved", 2, stages_per_rank=3, recompute=True),
         Case("interleaved", 4, autocast=True),
         Case("interleaved", 4, "tied", clips=True),
@@ -87,22 +100,46 @@ def train(rank: int, device: str, case: Case) -> tuple[Run, list[float]]:
         Case("zbv", 2, "tied", num_batches=2),
         Case("zbv", 2, "frozen", recompute=True),
         Case("zbv", 3, autocast=True),
-        Case("zbv", 4),
+        Case("zbv", 4, evaluates=True),
+        *(
+            Case(schedule, 2, model)
+            for model, schedules in SCHEDULES.items()
+            for schedule in schedules
+        ),
     ],
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_bits_of_one_process(device: str, case: Case) -> None:
-    """Nine blocks, which do not divide. Backwards are outside of autocast, as users write them."""
+    """Nine blocks, which do not divide. Backwards are outside of autocast, as users write them.
+
+    https://github.com/pytorch/pytorch/issues/162822: stages without a backward pass.
+    https://github.com/pytorch/torchtitan/issues/1733: earlier gradients are scaled again.
+    https://github.com/deepspeedai/DeepSpeed/issues/3895: messages that need no gradient.
+    """
     expected, norms = alone(case)
     assert expected.losses[-1] < expected.losses[0]
     if case.autocast:
         assert expected.losses != alone(case._replace(autocast=False))[0].losses
-    is_exact = device == "cpu" and case.model != "tied" and not case.clips
+    is_exact = device == "cpu" and case.model not in ("tied", "shared") and not case.clips
     atol = 0 if is_exact else 1e-6 if device == "cpu" else 1e-3
     for run, found in run_ranks(case.num_ranks, train, device, case):
         assert run.losses == pytest.approx(expected.losses, rel=0, abs=10 * atol)
         assert found == pytest.approx(norms, rel=1e-5 if device == "cpu" else 1e-3)
         assert_weights(run.weights, expected.weights, atol)
+
+
+@in_ranks(2)
+def test_dropout_that_is_recomputed(rank: int) -> None:
+    """https://github.com/allenai/OLMo-core/pull/828: other masks in the recomputation."""
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4)]
+        pipe = pipeline.Pipeline(blocks, mse, num_microbatches=4, recompute=recompute)
+        torch.manual_seed(rank)
+        loss = pipe.step(torch.ones(8, 8), torch.ones(8, 8))
+        found.append([loss, *(param.grad for param in pipe.parameters())])
+    torch.testing.assert_close(*found)
 
 
 class Positions(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -230,3 +231,31 @@ def test_dtypes_under_autocast_are_those_of_linear_layers(rank: int) -> None:
     row = RowParallelLinear.from_linear(copy.deepcopy(plain))
     with torch.autocast("cpu", torch.bfloat16):
         assert row(x.chunk(2, 1)[rank]).dtype == plain(x).dtype == torch.bfloat16
+
+
+@in_ranks(2)
+def test_a_projection_of_which_a_part_bypasses_the_split_layer(rank: int) -> None:
+    """https://github.com/pytorch/torchtitan/pull/1373: the gradient of rotary keys of one rank."""
+
+    def run(down: nn.Linear, up: Any, scale: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
+        inner, beside = down(torch.ones(3, 8)).split([4, 4], -1)
+        return (up(inner).unflatten(-1, (-1, 4)) * scale[:, None] * enter(beside)[:, None]).sum()
+
+    torch.manual_seed(0)
+    down, whole, scale = nn.Linear(8, 8), nn.Linear(4, 16), torch.arange(4.0)
+    run(down, whole, scale, lambda x: x).backward()
+    wanted, down.weight.grad = down.weight.grad, None
+    up = ColumnParallelLinear.from_linear(whole)
+    run(down, up, scale[2 * rank : 2 * rank + 2], tensor.copy_to_tp).backward()
+    torch.testing.assert_close(down.weight.grad, wanted)
+
+
+@in_ranks(2)
+def test_gradients_that_are_not_contiguous(rank: int) -> None:
+    """https://github.com/NVIDIA/Megatron-LM/issues/5337: a sum that stays in a copy."""
+    x = torch.ones(3, 4, requires_grad=True)
+    tensor.copy_to_tp(x).t().mul(torch.full((4, 3), rank + 1.0)).sum().backward()
+    assert x.grad is not None
+    assert x.grad.eq(3).all()
+    y = tensor.reduce_from_tp(torch.full((4, 3), rank + 1.0).t())
+    assert y.eq(3).all()

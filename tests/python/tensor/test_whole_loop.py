@@ -57,7 +57,23 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "without a cache": {"do_sample": False, "use_cache": False},
     "beams": {"do_sample": False, "num_beams": 2},
-    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 20},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 20, "num_return_sequences": 2},
+}
+PADDED = {"do_sample": False, "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])}
+# Of one kind, and of rows that are padded at the left.
+# https://github.com/huggingface/transformers/issues/47651: such rows.
+# https://github.com/huggingface/transformers/pull/39164: a static cache of all heads.
+MORE_WAYS: dict[str, dict[str, Any]] = {
+    "padded": PADDED,
+    "padded beams": {**PADDED, "num_beams": 3},
+    "padded samples": {**PADDED, "do_sample": True, "num_return_sequences": 2},
+    "static": {**PADDED, "cache_implementation": "static"},
+    "processors": {
+        **PADDED,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 3,
+    },
 }
 
 
@@ -81,7 +97,8 @@ def ids_of(num_tokens: int) -> Tensor:
 def spoken(model: Any) -> dict[str, Any]:
     """Tokens, and the logits of a forward pass without labels, also as a tuple."""
     found: dict[str, Any] = {}
-    for way, options in WAYS.items():
+    is_llama = model.config.model_type == "llama"
+    for way, options in (WAYS | MORE_WAYS if is_llama else WAYS).items():
         torch.manual_seed(3)
         found[way] = model.generate(ids_of(4), max_new_tokens=4, **options)
     with torch.no_grad():
@@ -99,12 +116,21 @@ def test_generates_the_tokens_of_one_process(rank: int, kind: str, world_size: i
     if kind in ("mixtral", "qwen3"):
         model = parallelize(model, ParallelDims(tp=world_size), torch.optim.AdamW).model
     else:
-        model = tensor_parallelize(model)
+        model = tensor_parallelize(model, gather_logits=kind == "phi")
     found = spoken(model)
     assert_close(found.pop("logits"), expected["logits"], rtol=1e-4, atol=1e-4)
     assert_close(found.pop("tuple"), expected["logits"], rtol=1e-4, atol=1e-4)
     for way, tokens in found.items():
         assert torch.equal(tokens, expected[way]), way
+
+
+@in_ranks(2)
+def test_assisted_generation(rank: int) -> None:
+    """https://github.com/vllm-project/vllm/pull/4808: a draft model on several ranks."""
+    model, draft = (tensor_parallelize(make("llama", seed)) for seed in (0, 3))
+    given = {"max_new_tokens": 6, "do_sample": False}
+    found = model.generate(ids_of(4)[:1], assistant_model=draft, **given)
+    assert torch.equal(found, make("llama").generate(ids_of(4)[:1], **given))
 
 
 @in_ranks(2)

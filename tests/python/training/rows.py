@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -68,16 +69,31 @@ def trained_by(system: str, model: nn.Module, given: Any, **options: Any) -> Any
         return given
     if system == "Lomo":
         return Lomo(model, given.defaults["lr"], group=dist.group.WORLD, **options)
-    if system in ("offload", "infinity"):
+    name, _, where = system.partition(", ")
+    if where or name in ("offload", "infinity"):
         words = {name: options.pop(name) for name in ("elementwise", "whole") if name in options}
-        is_own = isinstance(given, offload.Offloaded)
-        own = given if is_own else offload.Offloaded(given, **words)
-        if system == "offload":
-            return own
-        return zero.shard(model, own, 3, offload_weights=True, **options)
-    stage = system.removesuffix(", host")
-    own = given if stage == system else offload.Offloaded(given)
-    return zero.shard(model, own, int(stage[-1]), **options)
+        given = offloaded(given, **words, **PLACES[where])
+    if name == "offload":
+        return given
+    if name == "infinity":
+        return zero.shard(model, given, 3, offload_weights=True, **options)
+    return zero.shard(model, given, int(name[-1]), **options)
+
+
+# Where states are: files have no names, and are gone with their optimizer.
+PLACES: dict[str, dict[str, Any]] = {
+    "": {},
+    "host": {},
+    "file": {"to": "nvme", "path": tempfile.gettempdir()},
+}
+
+
+def offloaded(given: Any, **options: Any) -> Any:
+    """Those of them that are not yet offloaded."""
+    if isinstance(given, list):
+        return [offloaded(each, **options) for each in given]
+    is_own = isinstance(given, offload.Offloaded)
+    return given if is_own else offload.Offloaded(given, **options)
 
 
 def parallelized(system: str, model: nn.Module, given: Any) -> Any:
@@ -145,7 +161,7 @@ class Training:
 
     def begin(self) -> Training:
         """Under the system, on this rank's rows."""
-        if self.system not in (ALONE, EACH, "offload"):
+        if not self.system.startswith((ALONE, EACH, "offload")):
             self.ranks = range(self.rank, self.rank + 1)
         if self.system.startswith("parallelize"):
             self.owner = parallelized(self.system, self.model, self.given)

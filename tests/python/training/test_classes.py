@@ -15,6 +15,7 @@ from rows import (
     APART,
     EACH,
     STAGES,
+    ZERO,
     Row,
     Training,
     cases_of,
@@ -27,8 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from whole_optimizers import Averaged, Kron, Muon64
-from zero_models import BUCKET_BYTES, Net, Towers
+from zero_models import BUCKET_BYTES, Net, Towers, make_optimizer
 
+from ringcomm.parallel import get_state_dict as get_whole_state
+from ringcomm.parallel import offload
 from ringcomm.parallel.optimizer_classes import optimizers_of
 
 # ---- optimizers
@@ -87,6 +90,34 @@ def backwards(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, 0.02, eps=1e-3)
 
 
+def of_matrices(kind: Any, model: Any) -> Any:
+    """The first of its optimizers; other weights are frozen."""
+    first, *_ = optimizers_of(kind(model))
+    trained = {param for group in first.param_groups for param in group["params"]}
+    for param in model.parameters():
+        param.requires_grad_(param in trained)
+    return first
+
+
+def tied_over_units() -> nn.Module:
+    model = Net(width=WIDTH, is_tied=True, is_frozen=True)
+    model.nothing = nn.ParameterList([torch.ones(0)])
+    return model
+
+
+class WithUnused(Net):
+    """With a layer that has no state in torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(5, 5)
+
+
+def first_offloaded(kind: Any, model: Any) -> Any:
+    first, *rest = kind(model)
+    return [offload.Offloaded(first), *rest]
+
+
 # ---- programs
 
 
@@ -96,6 +127,21 @@ def ask_at_once(made: Training) -> None:
     for step in range(2):
         assert made.is_alone or len(made.save()[1]["state"]) == num_weights
         made.train([step])
+
+
+def loaded_and_asked(made: Training) -> None:
+    """Of its own state, before the first step."""
+    if not made.is_alone:
+        made.load_own_state()
+        made.save()
+    made.train(range(3))
+
+
+def asked_before(model: Any) -> Any:
+    """For states, which another system then does not take for those of a step."""
+    made = DAMPENED(model)
+    get_whole_state(model, made, full=True)
+    return made
 
 
 def towers(made: Training, steps: range) -> None:
@@ -155,7 +201,7 @@ def in_both_modes(made: Training) -> Tensor:
         assert step == 0 or not torch.equal(found[-1]["first.weight"], trained["first.weight"])
     with pytest.raises(RuntimeError, match="call train"):
         made.train([0])
-    if not made.is_alone:
+    if made.system in STAGES:
         with pytest.raises(RuntimeError, match="was given to zero"):
             made.given.eval()
     return torch.cat([value.flatten() for each in found for value in each.values()])
@@ -176,6 +222,21 @@ def saved_in_evaluation_mode(made: Training) -> Tensor:
     made.optimizer.train()
     made.train(range(2, 4))
     return torch.cat([value.flatten() for value in evaluated.values()])
+
+
+def there_and_back(made: Training) -> list[str]:
+    """Another one with its state, and one process that goes on; what is in the states."""
+    if not made.is_alone:
+        names = {name for name, x in made.model.named_parameters() if x.requires_grad}
+        assert {*made.save()[1]["state"]} == names
+    made.train(range(2))
+    made.load_own_state()
+    made.reload()
+    made.train(range(2, 4))
+    made.reload(EACH)
+    made.train(range(4, 6))
+    states = [state for each in made.optimizers for state in each.state.values()]
+    return [f"{type(state[key])} {key}" for state in states for key in sorted(state)]
 
 
 # ---- rows
@@ -250,6 +311,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "error of one owner": (fragile, "no root|on another rank"),
 }
 
+CLIPPED, SCALED = {"clip_grad_norm": 0.1}, {"loss_scale": 1.0}
+WIDTH = 129  # matrices of the blocks are above 64 KiB, others below
 DAMPENED = of(torch.optim.SGD, 0.01, momentum=0.9, dampening=0.5)  # loaded zeros are a state
 
 
@@ -295,9 +358,13 @@ ROWS = {
         for name, optimizer in MORE_AT_ONCE.items()
     },
     **{
-        f"{name} asked at once": Row(ask_at_once, optimizer=optimizer, systems=(EACH, "zero 3"))
+        f"{name} asked at once": Row(ask_at_once, WithUnused, optimizer, systems=(EACH, "zero 3"))
         for name, optimizer in {**MORE_AT_ONCE, "dampening": DAMPENED}.items()
     },
+    "dampening loaded and asked at once": Row(
+        loaded_and_asked, optimizer=DAMPENED, systems=(EACH, "offload", *STAGES)
+    ),
+    "dampening asked before": Row(optimizer=asked_before, systems=("offload", *STAGES)),
     # https://github.com/KellerJordan/Muon/issues/45,
     # https://github.com/deepspeedai/DeepSpeed/pull/7509: parts of a matrix have one dimension.
     "matrices and others": Row(optimizer=user.MuonWithAdam, systems=STAGES),
@@ -318,7 +385,9 @@ ROWS = {
     # https://github.com/facebookresearch/fairscale/issues/601,
     # https://github.com/facebookresearch/fairscale/issues/380: states go to their weights.
     "groups in another order": Row(resume, optimizer=backwards, systems=STAGES),
-    "schedule-free": Row(in_both_modes, optimizer=of(Averaged), systems=STAGES),
+    "schedule-free": Row(
+        in_both_modes, optimizer=of(Averaged), systems=(*STAGES, "zero 2, file", "infinity")
+    ),
     "schedule-free, whole": Row(in_both_modes, optimizer=of(user.AveragedRows), systems=STAGES),
     # https://github.com/facebookresearch/schedule_free/issues/22
     "saved in evaluation mode": Row(
@@ -328,8 +397,8 @@ ROWS = {
         f"{name} is refused": Row(
             optimizer=optimizer,
             early=warming_up if name != "error of one owner" else lambda _: None,
-            systems=STAGES[1:],
-            refused=dict.fromkeys(STAGES, words),
+            systems=(*STAGES[1:], "infinity") if name == "error of one owner" else STAGES[1:],
+            refused=dict.fromkeys(ZERO, words),
         )
         for name, (optimizer, words) in REFUSED.items()
     },
@@ -356,6 +425,65 @@ ROWS = {
             options={word: [user.Counts]},
         )
         for word in ("elementwise", "whole")
+    },
+    # Alone an offloaded optimizer has the bits of its class.
+    **{
+        f"{name} alone": Row(
+            there_and_back,
+            Net,
+            partial(of_matrices, optimizer),
+            systems=("offload", "offload, file"),
+            num_ranks=1,
+            atol=0.0,
+        )
+        for name, optimizer in user.OFFLOADED.items()
+    },
+    **{
+        f"{name} beside another": Row(
+            there_and_back,
+            optimizer=partial(first_offloaded, user.OFFLOADED[name]),
+            systems=(system,),
+            num_ranks=num_ranks,
+        )
+        for name, system, num_ranks in (("Adafactor", "zero 1", 3), ("Counting", "zero 2", 2))
+    },
+    **{
+        f"{name} on {num_ranks}, {', '.join(options)}": Row(
+            there_and_back,
+            partial(Net, width=WIDTH if "infinity" in system else 13),
+            user.OFFLOADED[name],
+            systems=(system,),
+            options=options,
+            num_parts=num_parts,
+            num_ranks=num_ranks,
+        )
+        for num_ranks, system, name, options, num_parts in (
+            (2, "zero 2, file", "Counting", CLIPPED, 1),
+            (6, "zero 2, host", "Muon64", SCALED, 1),  # more ranks than matrices
+            (3, "zero 3, file", "Muon64", SCALED, 2),
+            (2, "zero 3, host", "Adafactor", CLIPPED, 1),
+            (1, "infinity, file", "Counting", {}, 1),
+            (3, "infinity, file", "Muon64", CLIPPED, 2),
+            (3, "infinity, host", "Counting", {}, 2),
+        )
+    },
+    **{
+        f"{kind} of two groups on {num_ranks}, infinity": Row(
+            model=model,
+            optimizer=partial(make_optimizer, kind=kind),
+            systems=(f"infinity, {where}",),
+            options=options,
+            num_parts=num_parts,
+            num_ranks=num_ranks,
+            # A bit in a gradient that is nearly 0 moves AdamW's weight by a part of lr.
+            atol=2e-3 if kind == "adamw" else 1e-5,
+        )
+        for num_ranks, kind, where, options, num_parts, model in (
+            (1, "adamw", "file", CLIPPED, 2, partial(Net, width=WIDTH)),
+            (3, "adamw", "host", {**CLIPPED, "loss_scale": 1024.0}, 1, partial(Net, width=WIDTH)),
+            (3, "momentum", "file", {}, 2, partial(Net, width=WIDTH)),
+            (4, "momentum", "file", CLIPPED, 1, tied_over_units),
+        )
     },
     # Ranks and meshes; more ranks than matrices.
     "muon on 1": of_muon(systems=("zero 1", "zero 3"), num_ranks=1),

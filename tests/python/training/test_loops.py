@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import in_ranks
 from rows import (
+    EACH,
     STAGES,
     ZERO,
     Blocks,
@@ -82,6 +83,10 @@ def two_groups(model: Any) -> Any:
         {"params": params[3:], "lr": 0.02, "weight_decay": 0.1},
     ]
     return torch.optim.AdamW(groups, 0.01, eps=1e-3)
+
+
+def nadam(model: Any) -> Any:
+    return torch.optim.NAdam(model.parameters(), 0.01)
 
 
 def one_cycle(optimizer: Any) -> list[Any]:
@@ -218,6 +223,7 @@ def toggled(made: Training) -> None:
 def frozen_at_first() -> Net:
     model = Net()
     model.blocks[0].requires_grad_(False)
+    model.unused = nn.Linear(5, 5)
     return model
 
 
@@ -239,6 +245,16 @@ def saved_while_frozen(made: Training) -> None:
     made.train(range(2))
     made.reload(made.system, prepare)
     made.model.requires_grad_(True)
+    made.train(range(2, 4))
+
+
+def saved_when_thawed(made: Training) -> None:
+    """A weight without a step beside others."""
+    made.train(range(2))
+    made.model.requires_grad_(True)
+    names = {name for name, _ in made.model.named_parameters()}
+    assert made.is_alone or {*made.save()[1]["state"]} == names
+    made.reload(made.system, lambda new: new.model.requires_grad_(True))
     made.train(range(2, 4))
 
 
@@ -316,6 +332,11 @@ ROWS = {
         scheduled, optimizer=momentum, systems=("zero 2", "infinity"), slow=("zero 1", "zero 3")
     ),
     "schedulers of the given optimizer": Row(scheduled, optimizer=two_groups, early=one_cycle),
+    # https://github.com/pytorch/ao/issues/959 and /1209: an offloading optimizer was no Optimizer
+    # and had no defaults, and refused weights that do not require grad.
+    "schedulers of an offloaded optimizer": Row(
+        scheduled, partial(Net, is_frozen=True), nadam, systems=("offload",), atol=0.0
+    ),
     "schedulers of each and of all": Row(
         scheduled_both, optimizer=muon, early=of_each, systems=("zero 2",)
     ),
@@ -363,9 +384,18 @@ ROWS = {
     # https://github.com/Lightning-AI/pytorch-lightning/issues/20138: toggle_optimizer().
     "weights that are frozen in turn": of_blocks(toggled, **SLOW),
     "frozen before zero.shard()": Row(thawed, frozen_at_first, adamw),
-    "frozen before zero.shard(), muon": Row(thawed, frozen_at_first, muon, systems=STAGES),
+    "frozen before zero.shard(), muon": Row(
+        thawed, frozen_at_first, muon, systems=(*STAGES, "zero 2, file", "infinity")
+    ),
     # https://github.com/pytorch/pytorch/issues/104148: a layer is thawed after some steps.
     "saved while frozen": Row(saved_while_frozen, frozen_at_first, adamw, systems=STAGES),
+    # https://github.com/pytorch/pytorch/pull/192307
+    "saved when thawed": Row(
+        saved_when_thawed,
+        frozen_at_first,
+        adamw,
+        systems=(EACH, "offload", *STAGES, "zero 2, host"),
+    ),
     # https://github.com/pytorch/pytorch/issues/117742: weights written between steps.
     "weights that the loop clamps": of_blocks(
         clamped,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,9 @@ from cases import covering
 from full_states import full_state, full_weights
 from ranks import in_ranks
 from rows import ZERO, Row, Training, cases_of, check, momentum
-from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from zero_models import Towers, assert_close, weights
+from zero_models import Towers
 
 import ringcomm
 from ringcomm.parallel import get_state_dict, zero
@@ -78,10 +78,98 @@ def all_parts(made: Training, *, has_empty: bool, reentrant: bool) -> dict[str, 
     return {name: (sorted(state), float(state.get("step", 0))) for name, state in states.items()}
 
 
+def failed_half(made: Training) -> None:
+    """A backward pass that raises half-way, on all ranks: the half that had come counts."""
+    model = made.model
+    hook = model.towers[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(rows(0, 0, 0), [0, 1]).sum().backward()
+    hook.remove()
+    assert [part.weight.grad is None for part in (model.head, model.stem)] == [False, True]
+    for _ in range(2):
+        model(rows(0, 1, 0), [0, 1]).sum().backward()
+    made.step()
+
+
+def by_hand(made: Training) -> None:
+    """param.grad = None and a gradient by hand count as in torch; model.zero_grad() as well."""
+    model = made.model
+    model(rows(0, 0, 0), [0]).sum().backward()
+    model.zero_grad()
+    model(rows(0, 1, 0), [0]).sum().backward()
+    model.head.weight.grad = None
+    model.stem.weight.grad = None
+    model.stem.weight.grad = torch.ones_like(model.stem.weight)
+    model(rows(0, 2, 0), [1]).sum().backward()
+    model.towers[0].bias.grad = None
+    made.step()
+
+
+class Branches(nn.Module):
+    """Two layers of one shape, of which a pass may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, used: int = 2) -> Tensor:
+        for layer in list(self.layers)[:used]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def decaying(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+
+
+X = torch.ones(2, 4)
+
+
+def unit_in_no_sync(made: Training) -> None:
+    """That has never run; the inner no_sync() ends first."""
+    with ExitStack() as stack:
+        for _ in range(0 if made.is_alone else 2):
+            stack.enter_context(made.optimizer.no_sync())
+        made.model(X, 1).backward()
+    made.model(X, 1).backward()
+    made.step()
+
+
+def set_before_the_pass(made: Training) -> None:
+    made.model(X).backward()  # units have run
+    made.optimizer.zero_grad()
+    last = made.model.layers[1].weight
+    last.grad = torch.ones_like(last)
+    made.model(X, 1).backward()
+    made.step()
+
+
+def dropped_by_the_model(made: Training) -> None:
+    if not made.is_alone:
+        with made.optimizer.no_sync():
+            made.model(2 * X).backward()
+        made.model.zero_grad()
+    made.model(X).backward()
+    made.step()
+
+
 # At stages 1 and 2 a rank may leave out all weights in a pass; fully_shard refuses that, and has
 # weights that some ranks use in units that all of them run.
 AT_STAGE_3: dict[str, Any] = {"units": [], "clip_grad_norm": 0.5}
-ROWS = {
+of_branches = partial(Row, model=Branches, optimizer=decaying, systems=("zero 3",), atol=1e-6)
+BY_HAND = {
+    "a backward pass that failed": Row(
+        failed_half, Towers, partial(make_optimizer, kind="sgd"), systems=("zero 2",)
+    ),
+    "gradients by hand": Row(
+        by_hand, Towers, partial(make_optimizer, kind="momentum"), systems=("zero 1", "zero 2")
+    ),
+    "a unit that has never run in no_sync()": of_branches(unit_in_no_sync),
+    "a gradient that was set before the pass": of_branches(set_before_the_pass),
+    "gradients of no_sync() that the model drops": of_branches(dropped_by_the_model),
+}
+ROWS = BY_HAND | {
     f"{kind} on {num_ranks} over {backend}, {system}": Row(
         partial(all_parts, has_empty="units" not in options, reentrant=backend == "gloo"),
         partial(Towers, *((1,) if "units" in options else ())),
@@ -132,29 +220,6 @@ def test_a_backward_pass_reduces_each_bucket_once(rank: int) -> None:
     before = num_reductions()
     torch.autograd.grad(loss, [model.stem.weight])
     assert num_reductions() == before
-
-
-@in_ranks(2)
-def test_after_a_backward_pass_that_failed(rank: int) -> None:
-    """A backward pass that raises half-way, on all ranks: the half that had come counts."""
-    model, other = Towers(), Towers()
-    sharded = zero.shard(model, make_optimizer(model, "sgd"), 2, bucket_bytes=BUCKET_BYTES)
-    plain = make_optimizer(other, "sgd")
-    hook = model.towers[0].weight.register_hook(lambda _: 1 / 0)  # type: ignore[operator]
-    with pytest.raises(ZeroDivisionError):
-        model(rows(0, 0, 0), [0, 1]).sum().backward()
-    hook.remove()
-    grads = [model.head.weight.grad is None, model.stem.weight.grad is None]
-    assert grads == [False, True]
-    hook = other.towers[0].weight.register_hook(lambda _: 1 / 0)  # type: ignore[operator]
-    with pytest.raises(ZeroDivisionError):
-        other(rows(0, 0, 0), [0, 1]).sum().backward()
-    hook.remove()
-    for net, optimizer in ((model, sharded), (other, plain)):
-        for _ in range(2):
-            net(rows(0, 1, 0), [0, 1]).sum().backward()
-        optimizer.step()
-    assert_close(weights(model), weights(other), 1e-5)
 
 
 class Failing(torch.autograd.Function):
@@ -211,47 +276,7 @@ def test_an_exception_in_a_pass(rank: int, system: str, where: str) -> None:
     check(rank, Row(partial(drop_a_batch, where), optimizer=momentum), system)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@in_ranks(2)
-def test_gradients_by_hand(rank: int, stage: int) -> None:
-    """param.grad = None and a gradient by hand count as in torch; model.zero_grad() as well."""
-    model, other = Towers(), Towers()
-    sharded = zero.shard(model, make_optimizer(model, "momentum"), stage, bucket_bytes=BUCKET_BYTES)
-    plain = make_optimizer(other, "momentum")
-    for net, optimizer in ((model, sharded), (other, plain)):
-        net(rows(0, 0, 0), [0]).sum().backward()
-        net.zero_grad()
-        net(rows(0, 1, 0), [0]).sum().backward()
-        net.head.weight.grad = None
-        net.stem.weight.grad = None
-        net.stem.weight.grad = torch.ones_like(net.stem.weight)
-        net(rows(0, 2, 0), [1]).sum().backward()
-        net.towers[0].bias.grad = None
-        apply_steps(optimizer)
-    assert_close(weights(model), weights(other), 1e-5)
-
-
 # ---- stage 3: what fully_shard would do otherwise
-
-
-class Branches(nn.Module):
-    """Two layers of one shape, of which a pass may leave one out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor, used: int = 2) -> Tensor:
-        for layer in list(self.layers)[:used]:
-            x = layer(x)
-        return x.square().mean()
-
-
-def sharded_branches(**options: Any) -> tuple[Any, Any]:
-    model: Any = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-    return model, zero.shard(model, optimizer, 3, **options)
 
 
 @in_ranks(2)
@@ -287,58 +312,13 @@ def test_layers_of_a_part_of_a_model_that_is_not_called(rank: int) -> None:
 
 @in_ranks(2)
 def test_no_pass_reaches_the_outputs_after_zero_grad(rank: int) -> None:
-    model, optimizer = sharded_branches()
-    loss = model(torch.ones(2, 4)).sum()
+    model = Branches()
+    optimizer = zero.shard(model, decaying(model), 3)
+    loss = model(X).sum()
     optimizer.zero_grad()
     loss.backward(inputs=[*model.parameters()])
     with pytest.raises(RuntimeError, match="inputs=weights"):
         optimizer.step()
-
-
-@in_ranks(2)
-def test_a_unit_that_has_never_run_in_no_sync(rank: int) -> None:
-    model, optimizer = sharded_branches()
-    x = torch.ones(2, 4)
-    with optimizer.no_sync(), optimizer.no_sync():  # the inner one ends first
-        model(x, 1).backward()
-    model(x, 1).backward()
-    optimizer.step()
-    plain = Branches()
-    reference = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-    for _ in range(2):
-        plain(x, 1).backward()
-    reference.step()
-    assert_close(full_weights(model), dict(plain.named_parameters()))
-
-
-@in_ranks(2)
-def test_a_gradient_that_was_set_before_the_pass(rank: int) -> None:
-    model, optimizer = sharded_branches()
-    last, plain = model.layers[1].weight, Branches()
-    model(torch.ones(2, 4)).backward()  # units have run
-    optimizer.zero_grad()
-    last.grad = torch.ones_like(last)
-    plain.layers[1].weight.grad = torch.ones(4, 4)
-    loss, expected = (each(torch.ones(2, 4), 1) for each in (model, plain))
-    loss.backward()
-    expected.backward()
-    optimizer.step()
-    torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1).step()
-    assert_close(full_weights(model), dict(plain.named_parameters()))
-
-
-@in_ranks(2)
-def test_gradients_of_no_sync_that_the_model_drops(rank: int) -> None:
-    model, optimizer = sharded_branches()
-    x, plain = torch.ones(2, 4), Branches()
-    with optimizer.no_sync():
-        model(2 * x).backward()
-    model.zero_grad()
-    model(x).backward()
-    optimizer.step()
-    plain(x).backward()
-    torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1).step()
-    assert_close(full_weights(model), dict(plain.named_parameters()))
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="from torch 2.13 on")

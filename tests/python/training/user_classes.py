@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rows import muon
 from torch import Tensor, nn
 from whole_optimizers import Averaged, EachWeight, Kron, Muon64, elementwise, orthogonal, whole
 
@@ -33,6 +36,42 @@ class Lion(EachWeight):
         mean = state["exp_avg"]
         param.add_(torch.tanh(30 * mean.lerp(param.grad, 1 - first)), alpha=-lr)
         mean.lerp_(param.grad, 1 - second)
+
+
+@whole
+class Counting(Muon64):
+    """Counts its steps in a group and, as a number and as a tensor, in a state; replaces a state,
+    keeps one of integers, one in a list, and one without elements."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["num_calls"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["num_calls"] += 1
+        return super().step(closure)
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        state = self.state[param]
+        if not state:
+            state.update(step=torch.tensor(0.0), num=0, rows=[torch.zeros(len(param))])
+            state.update(signs=torch.zeros_like(param, dtype=torch.int8))
+            state.update(mean=torch.zeros_like(param), none=torch.zeros(0))
+            state.update(odd=torch.zeros_like(param), even=torch.zeros_like(param))
+        state["step"] += 1
+        state["num"] += 1
+        # Two that change places, and one that is new.
+        state["odd"], state["even"] = state["even"], state["odd"]
+        state["odd"].add_(param.grad)
+        param.sub_(state["odd"], alpha=0.01)
+        state["mean"] = 0.9 * state["mean"] + param.grad
+        state["rows"][0].mul_(0.9).add_(param.grad.square().sum(1))
+        state["signs"] += param.grad.sign().to(torch.int8)
+        scale = (state["rows"][0][:, None] + 1e-3).rsqrt() + 0.01 * state["signs"]
+        param.sub_(state["mean"] * scale, alpha=group["lr"] / group["num_calls"])
 
 
 @elementwise
@@ -290,3 +329,13 @@ class Counts(Plain):
         count = states.setdefault("k", torch.zeros(1))
         count += 1
         param.sub_(group["lr"] / float(count) * param.grad)
+
+
+# Those of matrices have AdamW for the other weights.
+OFFLOADED: dict[str, Callable[[Any], Any]] = {
+    "Muon64": muon,
+    "Muon": partial(muon, kind=partial(torch.optim.Muon, lr=0.02)),
+    "Adafactor": partial(muon, kind=partial(torch.optim.Adafactor, lr=0.02)),
+    "Counting": partial(muon, kind=Counting),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), 0.01, eps=1e-3),
+}
