@@ -310,3 +310,30 @@ def test_a_conjugate_is_not_what_it_is_of() -> None:
         assert x.grad is not None
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["arena", "partition", "host", "auto"])
+@in_ranks(2)
+def test_a_tensor_that_is_saved_again_after_a_write(rank: int, kind: str) -> None:
+    """https://github.com/meta-pytorch/torchtune/issues/1867
+
+    Between two forward passes a buffer is written by `.data`, which autograd does not count.
+    """
+    context: Any = {
+        "arena": lambda: activations.arena(1 << 14),
+        "partition": lambda: activations.partition(min_elems=0),
+        "host": lambda: activations.partition(min_elems=0, offload="cpu"),
+        "auto": lambda: activations.auto(limit_bytes=0, min_elems=0),
+    }[kind]()
+    found: list[Any] = []
+    for saving in (context, contextlib.nullcontext()):
+        buffer, x = torch.ones(3, 3), torch.ones(3, 3, requires_grad=True)
+        with saving:
+            first = (x * buffer).sum()
+        buffer.data.add_(1)
+        with saving:
+            second = (x * buffer).sum()
+        second.backward()  # while there is the first graph
+        found.append(x.grad)
+        assert first.grad_fn is not None
+    assert torch.equal(*found)

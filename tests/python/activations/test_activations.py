@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from activation_models import NUM_BLOCKS, PLAN, SAVED_BYTES, assert_equal, backward, make, run
 from ranks import in_ranks, run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from zero_models import sent_bytes
@@ -69,7 +69,7 @@ def check_bytes(rank: int, world_size: int, offload: Any) -> tuple[int, int, int
     assert held.num_saved == NUM_BLOCKS
     assert held.host_bytes == (kept if offload else 0)
     gathered = sent_bytes()["all_gather"]
-    assert gathered - digests == (world_size - 1) * 8 * NUM_BLOCKS
+    assert gathered - digests == (world_size - 1) * 16  # a number and a digest
     out.sum().backward()
     return (
         kept,
@@ -227,3 +227,24 @@ def test_auto_learns_nothing_of_a_pass_without_gradients(rank: int) -> None:
     with saved, torch.no_grad():
         checkpoint(nn.Linear(8, 8), torch.ones(4, 8), use_reentrant=False)
     assert saved.choice is None
+
+
+def save(x: Tensor, num: int, *, ends_early: bool) -> None:
+    with activations.partition(min_elems=0):
+        out = sum(((x + i).sin() for i in range(num)), x).sum()
+        if ends_early:
+            out.backward()
+
+
+@pytest.mark.parametrize("check_in", ["end", "backward pass"])
+@in_ranks(2)
+def test_ranks_that_save_different_numbers_are_refused(rank: int, check_in: str) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/1154; one of them saves nothing."""
+    for rows in (1, 3):
+        x = torch.ones(3, 8, requires_grad=True) * 2
+        match = f"different numbers of them: {rows}, 0"
+        ends_early = check_in == "backward pass" and rank == 0
+        with pytest.raises(ValueError, match=match):
+            save(x, rows if rank == 0 else 0, ends_early=ends_early)
+    with activations.partition(min_elems=0), torch.no_grad():
+        x.sin()  # nothing is saved: no rank waits for others

@@ -163,7 +163,7 @@ def test_the_device_has_the_weights_of_one_unit(rank: int) -> None:
     x = rows_of(rank, device)[:1]
     emugpu.synchronize()
     before = emugpu.memory_allocated()
-    model = Layers(num_layers=8).to(device)
+    model: Any = Layers(num_layers=8).to(device)
     place: Any = {"world_size": 2, "rank": rank, "offload_weights": True}
     own = torch.optim.SGD([*model.parameters()], 0.1)
     memory = zero.predict_memory(model, own, 3, **place)

@@ -225,3 +225,30 @@ def test_states_in_named_tuples(tmp_path: Path) -> None:
     for name, value in weights(theirs).items():
         assert torch.equal(weights(ours)[name], value)
     assert isinstance(optimizer.state[ours.first.weight]["moments"], Moments)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_model_that_is_cast_after_steps_is_refused(kind: Any, dtype: torch.dtype) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/762: masters and weights that differ."""
+    model = nn.Linear(3, 2).bfloat16()
+    optimizer = offload.Offloaded(kind(model.parameters(), 0.1))
+    train_step(model(torch.ones(4, 3, dtype=torch.bfloat16)).sum(), optimizer)
+    model.to(dtype)
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=f"was cast to {dtype} after steps"):
+        train_step(model(torch.ones(4, 3, dtype=dtype)).sum(), optimizer)
+    assert torch.equal(model.weight, before)
+    model.bfloat16()
+    train_step(model(torch.ones(4, 3, dtype=torch.bfloat16)).sum(), optimizer)
+
+
+def test_a_gradient_with_gaps() -> None:
+    """https://github.com/pytorch/ao/issues/1209"""
+    weights = [nn.Parameter(torch.ones(6)) for _ in range(2)]
+    own = offload.Offloaded(torch.optim.SGD(weights[:1], 0.1), chunk_elems=4)
+    optimizers = (own, torch.optim.SGD(weights[1:], 0.1))
+    for weight, optimizer in zip(weights, optimizers, strict=True):
+        weight.grad = torch.arange(12.0)[::2]
+        optimizer.step()
+    assert torch.equal(*weights)

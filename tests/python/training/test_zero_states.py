@@ -375,3 +375,21 @@ def test_all_ranks_refuse_a_state_that_one_cannot_load(rank: int, stage: int) ->
             optimizer.load_state_dict(given)
     assert_equal(made.weights(), before, rtol=0, atol=0)
     optimizer.load_state_dict(state)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_states_in_memory_are_copies(rank: int, stage: int) -> None:
+    """https://github.com/huggingface/transformers/issues/17114: of one step, moments and count."""
+    model, optimizer = make(stage, "adamw")
+    train(model, optimizer, rank, 2, range(2))
+    states: Any = get_state_dict(model, optimizer)[1]
+    before = _copied(states)
+    train(model, optimizer, rank, 2, range(2, 3))
+    for name, state in before["state"].items():
+        for key, value in state.items():
+            assert torch.equal(full(states["state"][name][key]), full(value)), (name, key)
+
+
+def full(value: Any) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -341,3 +341,79 @@ def test_a_pass_fails_before_another_root_has_run(rank: int) -> None:
     before = full_weights(model)["first.weight"].clone()
     optimizer.step()
     assert not torch.equal(full_weights(model)["first.weight"], before)
+
+
+class Raises(nn.Linear):
+    """Its backward pass raises while `is_on`."""
+
+    is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone() if x.requires_grad else x.clone().requires_grad_()
+        x.register_hook(self.look)
+        return super().forward(x)
+
+    def look(self, _: Tensor) -> None:
+        if self.is_on:
+            raise MemoryError
+
+
+def of_layers(kind: Any = momentum) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Raises(6, 6) for _ in range(4)))
+    return model, kind(model)
+
+
+def loss_of_layers(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(x).square().mean()
+
+
+def fail(model: Any, place: int, step: int, rank: int) -> None:
+    """A backward pass that raises where the layer `place` has its gradient."""
+    model[place].is_on = True
+    with pytest.raises(MemoryError):
+        loss_of_layers(model, step, rank).backward()
+    model[place].is_on = False
+
+
+@pytest.mark.parametrize("places", [(1, 3), (3, 0), (2, 2)])
+@in_ranks(2)
+def test_ranks_that_fail_at_other_places_and_drop(rank: int, places: tuple[int, int]) -> None:
+    """https://github.com/pytorch/pytorch/issues/44353, where a batch is too large and left out."""
+    (model, own), (alone, plain) = of_layers(), of_layers()
+    optimizer = zero.shard(model, own, 2, bucket_bytes=200)
+    for step in range(3):
+        if step:
+            fail(model, places[rank], 7 + step, rank)
+            optimizer.zero_grad()
+        loss_of_layers(model, step, rank).backward()
+        optimizer.step()
+        for part in range(2):
+            (loss_of_layers(alone, step, part) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@in_ranks(2)
+def test_a_rank_that_drops_what_others_count_is_refused(rank: int, is_last: bool) -> None:
+    """On all ranks, and nothing is written; when all have dropped, training goes on."""
+    model, own = of_layers()
+    optimizer = zero.shard(model, own, 2, bucket_bytes=200)
+    before = [param.detach().clone() for param in model.parameters()]
+    if rank == 0:
+        fail(model, 2, 0, rank)
+        optimizer.zero_grad()
+    else:
+        loss_of_layers(model, 0, rank).backward()
+    go_on = optimizer.step if is_last else lambda: loss_of_layers(model, 1, rank).backward()
+    with pytest.raises(RuntimeError, match="dropped gradients on some ranks"):
+        go_on()
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.zero_grad()
+    loss_of_layers(model, 2, rank).backward()
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
