@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import covering
 from full_states import full_state, full_weights
+from oracle import all_equal
 from ranks import in_ranks
 from rows import ZERO, Row, Training, cases_of, check, momentum
 from torch import Tensor, nn
@@ -412,8 +413,9 @@ def test_a_rank_that_drops_what_others_count_is_refused(rank: int, is_last: bool
     go_on = optimizer.step if is_last else lambda: loss_of_layers(model, 1, rank).backward()
     with pytest.raises(RuntimeError, match="dropped gradients on some ranks"):
         go_on()
-    assert all(map(torch.equal, model.parameters(), before))
+    assert all_equal(model.parameters(), before)
     optimizer.zero_grad()
     loss_of_layers(model, 2, rank).backward()
     optimizer.step()
-    assert not any(map(torch.equal, model.parameters(), before))
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(param, old)
