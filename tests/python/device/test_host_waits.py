@@ -217,6 +217,7 @@ def count(rank: int, device: str, name: str) -> tuple[dict[str, int], list[str]]
     step()
     with Waits() as waits:
         step()
+    dist.barrier()  # groups of the call end with it, also of a server that others still use
     return dict(waits.counts), waits.places
 
 
