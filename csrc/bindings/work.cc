@@ -319,6 +319,9 @@ class CoalescedWork final : public c10d::Work {
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override {
+    for (const auto& work : works_) work->blockCurrentStream();
+  }
   Tensors result() override {
     Tensors results;
     for (const auto& work : works_)

@@ -182,6 +182,8 @@ def _from_works(works: list[Any], by: str) -> None:
     for work in works:
         if by == "wait":
             work.wait()
+        elif by == "block_current_stream":
+            work.block_current_stream()
         elif by == "future":
             work.get_future().wait()
         else:
@@ -195,9 +197,10 @@ def _from_works(works: list[Any], by: str) -> None:
     group_timeout_s=60.0,
 )
 @pytest.mark.parametrize("made", ["single", "coalesced", "blocks", "batch"])
-@pytest.mark.parametrize("by", ["wait", "future", "then"])
+@pytest.mark.parametrize("by", ["wait", "block_current_stream", "future", "then"])
 def test_works_order_the_stream_that_waits(rank: int, made: str, by: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/122807: works of a coalesced block order nothing."""
+    """https://github.com/pytorch/pytorch/issues/122807: works of a coalesced block order nothing;
+    https://github.com/meta-pytorch/torchft/issues/240: Work.block_current_stream()."""
     world_size = dist.get_world_size()
     group: Any = dist.group.WORLD
     received = [ones(-1.0), ones(-1.0)]
