@@ -102,6 +102,7 @@ cuda::DeviceTransport& DeviceGroup::transport_of_call(c10::Device device) {
   cuda::DeviceTransport& found = transport(device);
   // A kernel may have given up since the watchdog's last look.
   if (found.may_have_given_up()) throw_given_up("an earlier call");
+  found.set_timeout(std::min(options_->timeout, kLongestTimeout));  // of set_timeout()
   return found;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import time
@@ -133,6 +134,36 @@ def test_the_call_after_one_that_failed_raises(gpus: Gpus, later: str) -> None:
     assert said["type"] == "CollectiveTimeoutError", said
     assert "rank 1" in said["text"]
     assert said["op"] == "all_reduce"
+
+
+def miss_after_set_timeout(rank: int, num_elems: int, timeout_s: float) -> dict[str, Any]:
+    group: Any = dist.group.WORLD
+    dist.all_reduce(ones(num_elems))  # a call that the later one repeats
+    module().synchronize()
+    meet()
+    group.set_timeout(datetime.timedelta(seconds=timeout_s))
+    if rank == 1:
+        meet()
+        return {}
+    said = outcome(lambda: dist.all_reduce(ones(num_elems), async_op=True))
+    meet()
+    return said
+
+
+@on_all_gpus
+@pytest.mark.parametrize("num_elems", [100, 300_007])  # packets; boards
+def test_set_timeout_counts_for_later_calls(gpus: Gpus, num_elems: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/187693: a timeout that is set later is ignored."""
+    timeout_s = TIMEOUT_S[gpus.is_cuda]
+    results = gpus.run(
+        miss_after_set_timeout, num_elems, timeout_s, group_timeout_s=4 * PATIENCE_S, fresh=True
+    )
+    for rank, said in enumerate(results):
+        if rank == 1:
+            continue
+        assert said["type"] == "CollectiveTimeoutError", said
+        assert f"{timeout_s * 1000:.0f} ms" in said["text"]
+        assert said["seconds"] < timeout_s + PATIENCE_S
 
 
 def be_killed(rank: int, op: str) -> dict[str, Any]:
