@@ -1,5 +1,7 @@
 #pragma once
 
+#include <ATen/ATen.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/Stream.h>
 
 #include <chrono>
@@ -29,6 +31,19 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 inline void unregister(c10d::Work& work) {
   if (c10d::allow_inflight_collective_as_graph_input())
     c10d::unregister_work(WorkPtr::reclaim_copy(&work));
+}
+
+/// Completes a future of `results` whose users wait for the current stream of each of its devices.
+inline void mark_completed(c10::ivalue::Future& future, const Tensors& results) {
+  if (future.devices().empty()) return future.markCompleted(c10::IValue(results));
+  // torch records events on the devices of storages only, and batches and barriers have no result.
+  Tensors stored = results;
+  for (const c10::Device device : future.devices())
+    stored.push_back(at::empty({0}, at::TensorOptions(at::kByte).device(device)));
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+  for (const at::Tensor& tensor : stored)
+    if (tensor.has_storage()) storages.push_back(tensor.storage().getWeakStorageImpl());
+  future.markCompleted(c10::IValue(results), std::move(storages));
 }
 
 /// A send or receive of a tensor of `info.device`; `item` has one buffer of bytes, and its `finish`

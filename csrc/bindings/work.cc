@@ -1,5 +1,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
@@ -117,8 +119,9 @@ Continuations& continuations(int level) {
   return queues[static_cast<std::size_t>(level)].get();
 }
 
-c10::intrusive_ptr<Future> make_future() {
-  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+c10::intrusive_ptr<Future> make_future(std::vector<c10::Device> devices = {}) {
+  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
+                                     std::move(devices));
 }
 
 Tensors take_profiled(std::vector<TensorCall>& calls) {
@@ -316,6 +319,9 @@ class CoalescedWork final : public c10d::Work {
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override {
+    for (const auto& work : works_) work->blockCurrentStream();
+  }
   Tensors result() override {
     Tensors results;
     for (const auto& work : works_)
@@ -325,15 +331,27 @@ class CoalescedWork final : public c10d::Work {
   uint64_t getSequencenumber() const override {
     return works_.empty() ? 0 : works_.front()->getSequencenumber();
   }
+  // Its users wait on devices for all parts.
   c10::intrusive_ptr<Future> getFuture() override {
-    c10::intrusive_ptr<Future> whole = make_future();
-    c10::List<c10::intrusive_ptr<Future>> parts(c10::FutureType::create(whole->elementType()));
-    for (const auto& work : works_) parts.push_back(work->getFuture());
-    c10::collectAll(parts)->addCallback([whole, results = result()](Future& all) {
-      if (all.hasError())
-        whole->setError(all.exception_ptr());
-      else
-        whole->markCompleted(c10::IValue(results));
+    c10::List<c10::intrusive_ptr<Future>> parts(
+        c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+    std::vector<c10::Device> devices;
+    for (const auto& work : works_) {
+      parts.push_back(work->getFuture());
+      const auto& more = parts.get(parts.size() - 1)->devices();
+      devices.insert(devices.end(), more.begin(), more.end());
+    }
+    c10::intrusive_ptr<Future> whole = make_future(std::move(devices));
+    c10::collectAll(parts)->addCallback([whole, parts, results = result()](Future& all) {
+      if (all.hasError()) return whole->setError(all.exception_ptr());
+      // The future takes its events from the streams that are current.
+      std::vector<c10::Stream> streams;
+      for (const c10::Device device : whole->devices())
+        streams.push_back(
+            c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+      const c10::MultiStreamGuard guard(streams);
+      for (const c10::intrusive_ptr<Future> part : parts) part->wait();
+      mark_completed(*whole, results);
     });
     return whole;
   }

@@ -61,11 +61,12 @@ class WatchThread {
 
   /// From any thread, `look` among them.
   void wake() { look_for(pace_.num_looks); }
+  /// The same, for so many checks at least.
+  void look_for(std::int64_t num_looks);
   /// After this call it never sleeps.
   void stay_awake() { look_for(std::numeric_limits<std::int64_t>::max()); }
 
  private:
-  void look_for(std::int64_t num_looks);
   void run();
 
   Pace pace_;

@@ -98,6 +98,14 @@ cuda::DeviceTransport& DeviceGroup::transport(c10::Device device) {
   return *transports_.emplace_back(device, std::move(made)).second;
 }
 
+cuda::DeviceTransport& DeviceGroup::transport_of_call(c10::Device device) {
+  cuda::DeviceTransport& found = transport(device);
+  // A kernel may have given up since the watchdog's last look.
+  if (found.may_have_given_up()) throw_given_up("an earlier call");
+  found.set_timeout(std::min(options_->timeout, kLongestTimeout));  // of set_timeout()
+  return found;
+}
+
 TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device device) const {
   const c10::DeviceGuard guard(device);
   // The faster one first; the other takes every group.
@@ -132,7 +140,7 @@ TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device
 bool DeviceGroup::map(c10::Device device, const void* data, std::size_t num_bytes) {
   const std::lock_guard order(order_);
   check();
-  return transport(device).map(data, num_bytes);
+  return transport_of_call(device).map(data, num_bytes);
 }
 
 Algorithm DeviceGroup::algorithm_of(Collective call, c10::Device device) {
@@ -310,7 +318,7 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
   const c10::StreamGuard guard(stream);
   const DeviceContext context(device);
   if (stream != home) DeviceEvent::record(home).block(stream);
-  cuda::DeviceTransport& used = transport(device);
+  cuda::DeviceTransport& used = transport_of_call(device);
   const cuda::StreamPlace place = place_of(stream);
   // Nothing can be launched in it, on this rank alone: the group goes on.
   if (place.capture == cuda::kFailedCapture)

@@ -49,13 +49,15 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   void end(const std::string& why);
   /// A call has ended on a device without having done all: throws why, which other threads and
   /// ranks may be about to tell, or else ends the group for `detail`.
-  [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
+  [[noreturn]] void throw_given_up(const char* title, const std::string& detail = {});
   /// Whether another rank has failed; between hosts, this reads the store.
   bool has_another_given_up();
 
  private:
   /// The transport of a device. The first call makes it and is collective over the group.
   cuda::DeviceTransport& transport(c10::Device device);
+  /// The same, for a call. Throws the reason if an earlier one has failed.
+  cuda::DeviceTransport& transport_of_call(c10::Device device);
   /// Kernels in memory that all ranks have mapped, or else messages. Takes the GIL, and blocks.
   /// Throws Error, and ValueError if neither supports the device.
   std::unique_ptr<cuda::DeviceTransport> make_transport(Communicator& communicator,

@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "bindings/devices.h"
 #include "bindings/python_errors.h"
 #include "cuda/bindings/device_group.h"
 
@@ -184,7 +185,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
                                                std::vector<c10::Device>{use_->stream().device()});
   // The future takes its events from the stream that is current.
   const c10::StreamGuard guard(use_->stream());
-  future_->markCompleted(c10::IValue(results_));
+  mark_completed(*future_, results_);
   return future_;
 }
 

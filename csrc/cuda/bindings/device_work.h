@@ -93,6 +93,7 @@ class DeviceWork final : public c10d::Work {
   /// CollectiveTimeoutError, or the error that ended the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { synchronize(); }
   std::vector<at::Tensor> result() override { return results_; }
   /// Complete immediately; its users wait on the device.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <exception>
 #include <functional>
@@ -38,6 +39,9 @@ class DeviceTransport {
   /// Whether messages with `peer` can be enqueued: the same on both ranks, for the group's life.
   /// Throws Error.
   virtual bool has_room_for_messages(int) { return true; }
+
+  /// The limit of the waits of later calls, but not of those that a graph has captured.
+  virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
 
   /// Enqueues one planned collective, with the device's context and the place's stream current; all
   /// ranks enqueue in the same order.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -35,6 +36,9 @@ class DeviceWatch {
   /// Ends all waits of kernels, now.
   void end_waits() { __atomic_store_n(&control_.abort, 1u, __ATOMIC_RELEASE); }
 
+  /// Of the calls to come, for errors.
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+
   /// The last call that was recorded, for an error.
   Activity last_activity() const;
 
@@ -51,7 +55,7 @@ class DeviceWatch {
   Communicator& communicator_;
   Control& control_;
   GroupWords& words_;
-  std::chrono::milliseconds timeout_;
+  std::atomic<std::chrono::milliseconds> timeout_;
   std::function<void(const std::string&)> report_;
   std::function<void()> look_at_memory_;
   std::uint64_t num_compared_ = 0;

@@ -102,6 +102,7 @@ PlannedCall& IpcTransport::plan_call(const Collective& call, const HeaderWords& 
   if (const auto found = plans_.find(words); is_kept && found != plans_.end()) {
     found->second.call.inputs[0] = static_cast<const std::byte*>(call.inputs[0]);
     found->second.call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
+    found->second.call.timeout_ns = frame().timeout_ns;
     return found->second;
   }
   PlannedCall planned;
@@ -111,6 +112,11 @@ PlannedCall& IpcTransport::plan_call(const Collective& call, const HeaderWords& 
   if (!is_kept) return other_plan_ = std::move(planned);
   if (plans_.size() >= kMostPlans) plans_.clear();
   return plans_[words] = std::move(planned);
+}
+
+void IpcTransport::set_timeout(std::chrono::milliseconds timeout) {
+  limits_.timeout = timeout;
+  watch_.set_timeout(timeout);
 }
 
 Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) {

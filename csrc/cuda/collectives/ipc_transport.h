@@ -47,6 +47,7 @@ class IpcTransport final : public DeviceTransport {
   void check_messages(const std::vector<P2pMessage>& messages) const override;
   /// Decided by both ranks together. Throws Error if the peer ends during the decision.
   bool has_room_for_messages(int peer) override;
+  void set_timeout(std::chrono::milliseconds timeout) override;
   Traffic enqueue(const Collective& call, const StreamPlace& place) override;
   /// Of messages that check_messages() takes, with ranks that there is room for.
   void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;

@@ -35,15 +35,14 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
                          const GroupOptions& options, c10::Device device)
       : communicator_(communicator),
         options_(options.engine),
-        timeout_(std::min(options.timeout, kLongestTimeout)),
         description_(backend != nullptr ? "messages over " + backend->getBackendName()
                                         : "none: a group of one"),
         calls_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
     if (communicator.world_size() == 1) return;
-    watch_.emplace(
-        WatchThread::Pace{.interval = kCheckInterval, .num_looks = timeout_ / kCheckInterval + 1},
-        [this] { return look_at_peers(); });
-    watch_->wake();  // what follows waits for all
+    watch_.emplace(WatchThread::Pace{.interval = kCheckInterval, .num_looks = 0},
+                   [this] { return look_at_peers(); });
+    set_timeout(std::min(options.timeout, kLongestTimeout));
+    watch(std::nullopt, false);  // what follows waits for all
     try {
       calls_.connect();
     } catch (...) {
@@ -55,6 +54,11 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   const std::string& description() const override { return description_; }
 
   void plan(Collective& call) const override { calls_.plan(options_, call); }
+
+  void set_timeout(std::chrono::milliseconds timeout) override {
+    const std::lock_guard lock(mutex_);
+    timeout_ = timeout;
+  }
 
   Traffic enqueue(const Collective& call, const cuda::StreamPlace& place) override {
     watch(call, place.capture != 0);
@@ -88,12 +92,10 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   // Call it when messages start, of a collective or, without `header`, of a user.
   void watch(const std::optional<CallHeader>& header, bool is_captured) {
     if (!watch_) return;
-    {
-      const std::lock_guard lock(mutex_);
-      last_ = header;
-    }
+    const std::lock_guard lock(mutex_);
+    last_ = header;
     if (is_captured) watch_->stay_awake();  // they may start at any time
-    watch_->wake();
+    watch_->look_for(timeout_ / kCheckInterval + 1);
   }
 
   // The watchdog: ends the group when a rank dies or fails while messages are in flight, because
@@ -127,12 +129,14 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
 
   Communicator& communicator_;
   CommunicatorOptions options_;
-  std::chrono::milliseconds timeout_;
   std::string description_;
   BackendCalls calls_;
   int num_looks_ = 0;  // the watchdog's
   std::mutex mutex_;
-  std::optional<CallHeader> last_;    // guarded by mutex_
+  // Guarded by mutex_.
+  std::chrono::milliseconds timeout_{0};
+  std::optional<CallHeader> last_;
+
   std::optional<WatchThread> watch_;  // not of a group of one; last: it uses all of the above
 };
 

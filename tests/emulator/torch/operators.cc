@@ -19,6 +19,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <optional>
@@ -316,11 +317,26 @@ Tensor& zero(Tensor& tensor) {
   return tensor;
 }
 
+// A new block is filled in the order of its stream, so the content is copied there too.
+void resize_storage(const c10::Storage& storage, std::size_t num_bytes) {
+  const c10::DeviceGuard guard(storage.device());
+  const c10::Stream stream = current_stream(current_device());
+  c10::StorageImpl& held = *storage.unsafeGetStorageImpl();
+  TORCH_CHECK(held.resizable(), "Trying to resize storage that is not resizable");
+  c10::DataPtr memory = held.allocator()->allocate(num_bytes);
+  copy_bytes(memory.get(), held.data(), std::min(held.nbytes(), num_bytes), stream);
+  record_stream(held.data_ptr(), stream);
+  held.set_data_ptr_noswap(std::move(memory));
+  held.set_nbytes(num_bytes);
+}
+
 const Tensor& resize(const Tensor& tensor, c10::IntArrayRef size,
                      std::optional<at::MemoryFormat> format) {
   if (tensor.sizes() == size && !format.has_value()) return tensor;
-  const c10::DeviceGuard guard(tensor.device());
-  if (tensor.numel() != 0) synchronize(stream_of(tensor));
+  const std::size_t num_bytes = at::detail::computeStorageNbytesContiguous(
+      size, tensor.element_size(), static_cast<std::size_t>(tensor.storage_offset()));
+  if (c10::multiply_integers(size) != 0 && num_bytes > tensor.storage().nbytes())
+    resize_storage(tensor.storage(), num_bytes);
   return at::native::resize_(tensor, size, format);
 }
 
@@ -367,9 +383,7 @@ struct EmulatedGpuHooks final : at::PrivateUse1HooksInterface {
   }
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t num_bytes) const override {
-    const c10::DeviceGuard guard(storage.device());
-    if (storage.nbytes() != 0 && num_bytes != 0) synchronize(current_stream(current_device()));
-    at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), num_bytes);
+    resize_storage(storage, num_bytes);
   }
 };
 

@@ -50,6 +50,22 @@ def test_asynchronous(rank: int) -> None:
     assert done.query()
 
 
+@alone
+@pytest.mark.parametrize("size", [2000, 3])
+def test_resize(rank: int, size: int) -> None:
+    """A tensor, and a storage, keep their content; memory that was freed is filled anew."""
+    for _ in range(10):
+        x = torch.arange(5, dtype=torch.uint8, device="emugpu") + 3
+        y = x.clone()
+        x.resize_(size)
+        y.untyped_storage().resize_(size)
+        kept = min(size, 5)
+        expected = torch.arange(5, dtype=torch.uint8)[:kept] + 3
+        assert torch.equal(x[:kept].cpu(), expected)
+        y.resize_(kept)
+        assert torch.equal(y.cpu(), expected)
+
+
 def _freed_memory(rank: int, is_recorded: bool) -> list[int]:
     """A copy on a held stream from a tensor that goes meanwhile; what the copy reads."""
     side = torch.Stream(device="emugpu")

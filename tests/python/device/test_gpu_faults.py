@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import time
@@ -23,9 +24,12 @@ from gpu_ranks import (
     on_all_gpus,
     on_cuda,
     on_gpus,
+    on_one_gpu,
     on_some_gpus,
 )
 from ranks import RankFailure
+
+import ringcomm
 
 # Of a rank that comes late, of one that never comes, on CUDA's devices and on emulated ones.
 LATE_S = {True: 2.0, False: 0.2}
@@ -95,6 +99,70 @@ def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_
             assert "rank 1" in said["text"]
             assert said["op"] == "all_reduce" or not gpus.kernels  # else of the hosts' comparison
             assert said["seconds"] < timeout_s + PATIENCE_S
+
+
+def call_after_a_failure(rank: int, later: str) -> dict[str, Any]:
+    dist.all_reduce(ones())
+    module().synchronize()
+    if rank == 1:
+        meet()
+        return {}
+    dist.all_reduce(ones(100), async_op=True)
+    module().synchronize()  # the kernel has given up
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(ones(2)),
+        "send": lambda: dist.send(ones(2), 1),
+        "empty_shared": lambda: ringcomm.empty_shared(2, device=device()),
+    }
+    said = caught(calls[later])
+    meet()
+    return said
+
+
+@on_one_gpu
+@pytest.mark.parametrize("later", ["all_reduce", "send", "empty_shared"])
+def test_the_call_after_one_that_failed_raises(gpus: Gpus, later: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/132696: results that were never written are read.
+
+    The watchdog, which looks every 20 ms, has not told of the failure yet.
+    """
+    gpus.skip_if_they_take_turns("the call itself raises")
+    timeout_s = TIMEOUT_S[gpus.is_cuda]
+    results = gpus.run(call_after_a_failure, later, group_timeout_s=timeout_s, fresh=True)
+    said = results[0]
+    assert said["type"] == "CollectiveTimeoutError", said
+    assert "rank 1" in said["text"]
+    assert said["op"] == "all_reduce"
+
+
+def miss_after_set_timeout(rank: int, num_elems: int, timeout_s: float) -> dict[str, Any]:
+    group: Any = dist.group.WORLD
+    dist.all_reduce(ones(num_elems))  # a call that the later one repeats
+    module().synchronize()
+    meet()
+    group.set_timeout(datetime.timedelta(seconds=timeout_s))
+    if rank == 1:
+        meet()
+        return {}
+    said = outcome(lambda: dist.all_reduce(ones(num_elems), async_op=True))
+    meet()
+    return said
+
+
+@on_all_gpus
+@pytest.mark.parametrize("num_elems", [100, 300_007])  # packets; boards
+def test_set_timeout_counts_for_later_calls(gpus: Gpus, num_elems: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/187693: a timeout that is set later is ignored."""
+    timeout_s = TIMEOUT_S[gpus.is_cuda]
+    results = gpus.run(
+        miss_after_set_timeout, num_elems, timeout_s, group_timeout_s=4 * PATIENCE_S, fresh=True
+    )
+    for rank, said in enumerate(results):
+        if rank == 1:
+            continue
+        assert said["type"] == "CollectiveTimeoutError", said
+        assert f"{timeout_s * 1000:.0f} ms" in said["text"]
+        assert said["seconds"] < timeout_s + PATIENCE_S
 
 
 def be_killed(rank: int, op: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import time
 from typing import Any
 
 import oracle
@@ -174,6 +175,89 @@ def test_futures(rank: int) -> None:
     work: Any = dist.all_reduce(ones(), async_op=True)
     twice = work.get_future().then(lambda done: done.value()[0] * 2)
     assert holds(twice.wait(), 2.0 * dist.get_world_size())
+
+
+def _from_works(works: list[Any], by: str, received: list[Tensor]) -> None:
+    """Orders the current stream after works, by one of the ways of torch.
+
+    torch orders users of what then() makes only if it has tensors; a batch has no results.
+    """
+    for work in works:
+        if by == "wait":
+            work.wait()
+        elif by == "block_current_stream":
+            work.block_current_stream()
+        elif by == "future":
+            work.get_future().wait()
+        else:
+            work.get_future().then(lambda _: [tensor + 0 for tensor in received]).wait()
+
+
+@in_gpu_ranks(
+    on_all_gpus,
+    no_turns="the hosts meet in each call",
+    env={"RINGCOMM_EMULATOR_QUEUES": "0"},
+    group_timeout_s=60.0,
+)
+@pytest.mark.parametrize("made", ["single", "coalesced", "blocks", "batch"])
+@pytest.mark.parametrize("by", ["wait", "block_current_stream", "future", "then"])
+def test_works_order_the_stream_that_waits(rank: int, made: str, by: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/122807: works of a coalesced block order nothing;
+    https://github.com/meta-pytorch/torchft/issues/240: Work.block_current_stream()."""
+    world_size = dist.get_world_size()
+    group: Any = dist.group.WORLD
+    received = [ones(-1.0), ones(-1.0)]
+    for tensor in received:
+        dist.all_reduce(tensor)  # connects
+    if made == "batch":
+        exchange_with_neighbours(received, rank)[0].wait()  # connects
+    side = module().Stream()
+    module().synchronize()
+    with held():
+        for tensor in received:
+            tensor.fill_(rank + 1.0)
+        works: list[Any]
+        if made == "single":
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in received]
+        elif made == "coalesced":
+            with dist._coalescing_manager(device=device(), async_ops=True) as manager:
+                for tensor in received:
+                    dist.all_reduce(tensor)
+            works = manager.works
+        elif made == "blocks":  # of several works
+            group._start_coalescing(device())
+            for tensor in received:
+                dist.all_reduce(tensor, async_op=True)
+            works = [group._end_coalescing(device())]
+        else:
+            works = exchange_with_neighbours(received, rank)
+        with module().stream(side):
+            _from_works(works, by, received)
+            results = [tensor.clone() for tensor in received]
+        time.sleep(0.02)  # for a stream that does not wait
+        assert not side.query()
+    side.synchronize()
+    expected = (
+        (rank - 1) % world_size + 1.0 if made == "batch" else world_size * (world_size + 1) / 2
+    )
+    for result in results:
+        assert holds(result, expected)
+
+
+def exchange_with_neighbours(received: list[Tensor], rank: int) -> list[Any]:
+    """Sends what the tensors hold to the next rank, and receives it from the one before."""
+    to, source = (rank + 1) % dist.get_world_size(), (rank - 1) % dist.get_world_size()
+    sends = [dist.P2POp(dist.isend, tensor.clone(), to) for tensor in received]
+    receives = [dist.P2POp(dist.irecv, tensor, source) for tensor in received]
+    return dist.batch_isend_irecv([*sends, *receives])
+
+
+@in_gpu_ranks(on_all_gpus)
+def test_the_future_of_a_barrier(rank: int) -> None:
+    """A work without results has a future with devices, too."""
+    work: Any = dist.barrier(async_op=True, device_ids=[device().index])
+    assert work.get_future().wait() == []
+    work.wait()
 
 
 LARGE = (1 << 20) // 4  # elements, of a MiB
