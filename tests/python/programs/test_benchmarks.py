@@ -306,7 +306,7 @@ def test_a_browser_draws_filters_and_hovers(browser: Any, size: Any, tmp_path: P
         points = page.locator("#collective circle.point")
         num_points = points.count()
         assert num_points >= 10
-        assert page.locator("#systems g.point").count() >= 10
+        assert page.locator("#systems g.point").count() > 0
         points.first.hover()
         assert "p50" in page.locator("#tip").inner_text()
         assert page.locator("#tip").is_visible()
