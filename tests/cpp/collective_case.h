@@ -18,6 +18,7 @@
 #include "core/arch.h"
 #include "host/segment_layout.h"
 #include "kernels/common/types.h"
+#include "operator_case.h"
 #include "reduce_oracle.h"
 #include "thread_ranks.h"
 
@@ -60,47 +61,6 @@ inline bool reduces(OpKind op) {
   return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
 }
 
-/// A buffer between two guards.
-class Guarded {
- public:
-  Guarded(std::size_t num_bytes, std::size_t offset_bytes)
-      : num_bytes_(num_bytes),
-        offset_bytes_(kGuardBytes + offset_bytes),
-        bytes_(offset_bytes_ + num_bytes + kGuardBytes, kGuard) {}
-
-  void* data() { return bytes_.data() + offset_bytes_; }
-  void fill(const oracle::Bytes& content) {
-    if (!content.empty()) std::memcpy(data(), content.data(), content.size());
-  }
-  void overwrite() { std::memset(data(), 0xee, num_bytes_); }
-  bool holds(const oracle::Bytes& content) const {
-    return content.size() == num_bytes_ && std::equal(content.begin(), content.end(), begin());
-  }
-  bool is_untouched() const {
-    return std::all_of(begin(), begin() + static_cast<std::ptrdiff_t>(num_bytes_), is_guard);
-  }
-  bool is_guarded() const {
-    return std::all_of(bytes_.begin(), begin(), is_guard) &&
-           std::all_of(begin() + static_cast<std::ptrdiff_t>(num_bytes_), bytes_.end(), is_guard);
-  }
-  oracle::Bytes content() const {
-    return {begin(), begin() + static_cast<std::ptrdiff_t>(num_bytes_)};
-  }
-
- private:
-  static constexpr std::size_t kGuardBytes = 64;
-  static constexpr unsigned char kGuard = 0xa5;
-
-  static bool is_guard(unsigned char byte) { return byte == kGuard; }
-  oracle::Bytes::const_iterator begin() const {
-    return bytes_.begin() + static_cast<std::ptrdiff_t>(offset_bytes_);
-  }
-
-  std::size_t num_bytes_;
-  std::size_t offset_bytes_;
-  oracle::Bytes bytes_;
-};
-
 inline std::uint32_t mixed(std::uint32_t value) {
   value = (value ^ (value >> 16)) * 0x7feb352dU;
   value = (value ^ (value >> 15)) * 0x846ca68bU;
@@ -116,9 +76,8 @@ void append(oracle::Bytes& bytes, T value) {
 inline void append_float(oracle::Bytes& bytes, DType dtype, float value) {
   switch (dtype) {
     case DType::kFloat16:
-      return append(bytes, oracle::kFormatFloat16.encode(value));
     case DType::kBFloat16:
-      return append(bytes, oracle::kFormatBFloat16.encode(value));
+      return append(bytes, oracle::format_of(dtype).encode(value));
     case DType::kFloat64:
       return append(bytes, static_cast<double>(value));
     default:
@@ -128,29 +87,11 @@ inline void append_float(oracle::Bytes& bytes, DType dtype, float value) {
 
 /// Small enough that no result of 8 ranks is rounded, even in bfloat16.
 inline void append_integer(oracle::Bytes& bytes, DType dtype, int value) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return append(bytes, oracle::kFormatFloat16.encode(static_cast<float>(value)));
-    case DType::kBFloat16:
-      return append(bytes, oracle::kFormatBFloat16.encode(static_cast<float>(value)));
-    case DType::kFloat32:
-      return append(bytes, static_cast<float>(value));
-    case DType::kFloat64:
-      return append(bytes, static_cast<double>(value));
-    case DType::kInt16:
-    case DType::kUint16:
-      return append(bytes, static_cast<std::int16_t>(value));
-    case DType::kInt32:
-    case DType::kUint32:
-      return append(bytes, static_cast<std::int32_t>(value));
-    case DType::kInt64:
-    case DType::kUint64:
-      return append(bytes, static_cast<std::int64_t>(value));
-    case DType::kBool:
-      return append(bytes, static_cast<std::uint8_t>(value & 1));
-    default:
-      return append(bytes, static_cast<std::uint8_t>(value));
-  }
+  if (oracle::is_float(dtype)) return append_float(bytes, dtype, static_cast<float>(value));
+  if (dtype == DType::kBool) value &= 1;
+  const auto wide = static_cast<std::int64_t>(value);  // its first bytes are those of any integer
+  const auto* begin = reinterpret_cast<const unsigned char*>(&wide);
+  bytes.insert(bytes.end(), begin, begin + element_bytes(dtype));
 }
 
 /// The elements that rank `from` has for rank `to`.
