@@ -108,7 +108,8 @@ void run_different(const std::string& placement, const std::string& odd_ranks, c
                      is_mixed ? std::vector{name_of(usual.c.op) + std::string(" #0"),
                                             name_of(odd.c.op) + std::string(" #0")}
                               : std::vector{usual.text, odd.text});
-        // The first cause stays, word for word, whatever is called.
+        // The first cause stays, word for word, whatever is called or fails later.
+        communicator.abort("too late");
         expect_error(failure_of(communicator, {.num_elems = 10}), ErrorKind::kMismatch,
                      {error->what()});
         expect_error(error_of([&] { communicator.submit(Collective{}, kPatient, {}); }),
