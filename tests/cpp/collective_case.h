@@ -3,12 +3,11 @@
 // One collective on one rank, with inputs that every rank can compute for all, the oracle's result,
 // and guards around every buffer.
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -18,6 +17,7 @@
 #include "core/arch.h"
 #include "host/segment_layout.h"
 #include "kernels/common/types.h"
+#include "operator_case.h"
 #include "reduce_oracle.h"
 #include "thread_ranks.h"
 
@@ -60,47 +60,6 @@ inline bool reduces(OpKind op) {
   return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
 }
 
-/// A buffer between two guards.
-class Guarded {
- public:
-  Guarded(std::size_t num_bytes, std::size_t offset_bytes)
-      : num_bytes_(num_bytes),
-        offset_bytes_(kGuardBytes + offset_bytes),
-        bytes_(offset_bytes_ + num_bytes + kGuardBytes, kGuard) {}
-
-  void* data() { return bytes_.data() + offset_bytes_; }
-  void fill(const oracle::Bytes& content) {
-    if (!content.empty()) std::memcpy(data(), content.data(), content.size());
-  }
-  void overwrite() { std::memset(data(), 0xee, num_bytes_); }
-  bool holds(const oracle::Bytes& content) const {
-    return content.size() == num_bytes_ && std::equal(content.begin(), content.end(), begin());
-  }
-  bool is_untouched() const {
-    return std::all_of(begin(), begin() + static_cast<std::ptrdiff_t>(num_bytes_), is_guard);
-  }
-  bool is_guarded() const {
-    return std::all_of(bytes_.begin(), begin(), is_guard) &&
-           std::all_of(begin() + static_cast<std::ptrdiff_t>(num_bytes_), bytes_.end(), is_guard);
-  }
-  oracle::Bytes content() const {
-    return {begin(), begin() + static_cast<std::ptrdiff_t>(num_bytes_)};
-  }
-
- private:
-  static constexpr std::size_t kGuardBytes = 64;
-  static constexpr unsigned char kGuard = 0xa5;
-
-  static bool is_guard(unsigned char byte) { return byte == kGuard; }
-  oracle::Bytes::const_iterator begin() const {
-    return bytes_.begin() + static_cast<std::ptrdiff_t>(offset_bytes_);
-  }
-
-  std::size_t num_bytes_;
-  std::size_t offset_bytes_;
-  oracle::Bytes bytes_;
-};
-
 inline std::uint32_t mixed(std::uint32_t value) {
   value = (value ^ (value >> 16)) * 0x7feb352dU;
   value = (value ^ (value >> 15)) * 0x846ca68bU;
@@ -116,9 +75,8 @@ void append(oracle::Bytes& bytes, T value) {
 inline void append_float(oracle::Bytes& bytes, DType dtype, float value) {
   switch (dtype) {
     case DType::kFloat16:
-      return append(bytes, oracle::kFormatFloat16.encode(value));
     case DType::kBFloat16:
-      return append(bytes, oracle::kFormatBFloat16.encode(value));
+      return append(bytes, oracle::format_of(dtype).encode(value));
     case DType::kFloat64:
       return append(bytes, static_cast<double>(value));
     default:
@@ -128,29 +86,11 @@ inline void append_float(oracle::Bytes& bytes, DType dtype, float value) {
 
 /// Small enough that no result of 8 ranks is rounded, even in bfloat16.
 inline void append_integer(oracle::Bytes& bytes, DType dtype, int value) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return append(bytes, oracle::kFormatFloat16.encode(static_cast<float>(value)));
-    case DType::kBFloat16:
-      return append(bytes, oracle::kFormatBFloat16.encode(static_cast<float>(value)));
-    case DType::kFloat32:
-      return append(bytes, static_cast<float>(value));
-    case DType::kFloat64:
-      return append(bytes, static_cast<double>(value));
-    case DType::kInt16:
-    case DType::kUint16:
-      return append(bytes, static_cast<std::int16_t>(value));
-    case DType::kInt32:
-    case DType::kUint32:
-      return append(bytes, static_cast<std::int32_t>(value));
-    case DType::kInt64:
-    case DType::kUint64:
-      return append(bytes, static_cast<std::int64_t>(value));
-    case DType::kBool:
-      return append(bytes, static_cast<std::uint8_t>(value & 1));
-    default:
-      return append(bytes, static_cast<std::uint8_t>(value));
-  }
+  if (oracle::is_float(dtype)) return append_float(bytes, dtype, static_cast<float>(value));
+  if (dtype == DType::kBool) value &= 1;
+  const auto wide = static_cast<std::int64_t>(value);  // its first bytes are those of any integer
+  const auto* begin = reinterpret_cast<const unsigned char*>(&wide);
+  bytes.insert(bytes.end(), begin, begin + element_bytes(dtype));
 }
 
 /// The elements that rank `from` has for rank `to`.
@@ -334,54 +274,95 @@ class CaseBuffers {
 };
 
 /// Runs and checks one case on one rank.
-inline void run_case(Communicator& communicator, const Case& c) {
+inline void run_case(Communicator& communicator, const Case& c,
+                     const WaitLimits& limits = kPatient) {
   CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
-  communicator.run(buffers.call(), kPatient);
+  communicator.run(buffers.call(), limits);
   buffers.check();
 }
 
+inline const std::vector<OpKind> kAllOps = {
+    OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+    OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter,       OpKind::kAllToAll};
 /// The algorithms of all_reduce that every transport supports.
-inline constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
-                                            Algorithm::kRing};
+inline const std::vector<Algorithm> kAlgorithms = {Algorithm::kOneShot, Algorithm::kTwoShot,
+                                                   Algorithm::kRing};
 
-/// Runs all_reduce with each algorithm on every pair of reduction and dtype that has a meaning.
-inline void run_every_reduction(Communicator& communicator) {
-  std::uint32_t salt = 0;
-  for (int d = 0; d < kNumDTypes; ++d)
-    for (int r = 0; r < kNumReductions; ++r)
-      for (const Algorithm algorithm : kAlgorithms) {
-        const auto dtype = static_cast<DType>(d);
-        const auto reduction = static_cast<Reduction>(r);
-        if (!oracle::has_meaning(reduction, dtype)) continue;
-        run_case(communicator, {.dtype = dtype,
-                                .reduction = reduction,
-                                .algorithm = algorithm,
-                                .num_elems = 131,
-                                .is_in_place = salt % 3 == 0,
-                                .salt = ++salt});
-      }
+/// All values of an enum, whose last is `num - 1`.
+template <class T>
+std::vector<T> all_of(int num) {
+  std::vector<T> values;
+  for (int value = 0; value < num; ++value) values.push_back(static_cast<T>(value));
+  return values;
 }
 
-/// Runs `ops` with every count, in place and not, on groups of 1 to 8 ranks.
-template <class Ops, class CountsOf>
-void run_cases_of_worlds(const Ops& ops, const CountsOf& counts_of, bool is_uneven) {
-  for (int world_size = 1; world_size <= 8; ++world_size) {
-    run_ranks(world_size, [&](Communicator& communicator) {
-      std::uint32_t salt = 0;
-      for (const OpKind op : ops)
-        for (const std::size_t num_elems : counts_of(world_size))
-          for (const bool is_in_place : {false, true}) {
-            ++salt;
-            run_case(communicator, {.op = op,
-                                    .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
-                                    .num_elems = num_elems,
-                                    .is_in_place = is_in_place,
-                                    .salt = salt,
-                                    .is_uneven = is_uneven});
-          }
-      barrier(communicator);
-    });
+/// The cases of all that it lists, each with each; other data, and another root, in every case.
+struct CaseTable {
+  std::vector<std::size_t> counts;
+  std::vector<OpKind> ops = kAllOps;
+  std::vector<Algorithm> algorithms = {Algorithm::kAuto};  ///< of all_reduce
+  std::vector<DType> dtypes = {DType::kFloat32};
+  std::vector<Reduction> reductions = {Reduction::kSum};  ///< of dtypes that have them
+  std::vector<bool> in_place = {false, true};             ///< none: a third of the cases
+  std::vector<bool> uneven = {false};                     ///< true of ops that have shards only
+  bool is_random = false;
+  int root = -1;  ///< instead
+
+  std::vector<Case> of(int world_size) const {
+    std::vector<Case> cases;
+    for (const OpKind op : ops)
+      for (const Algorithm algorithm : algorithms)
+        for (const DType dtype : dtypes)
+          for (const Reduction reduction : reductions)
+            for (const bool is_uneven : uneven)
+              for (const bool is_in_place : in_place.empty() ? std::vector{false} : in_place)
+                for (const std::size_t num_elems : counts) {
+                  if (reduces(op) ? !oracle::has_meaning(reduction, dtype)
+                                  : reduction != reductions.front())
+                    continue;
+                  if (op != OpKind::kAllReduce && algorithm != algorithms.front()) continue;
+                  if (is_uneven && !has_shards(op)) continue;
+                  const std::uint32_t salt =
+                      mixed(static_cast<std::uint32_t>(cases.size()) + 1) >> 8;
+                  cases.push_back(
+                      {.op = op,
+                       .dtype = dtype,
+                       .reduction = reduction,
+                       .algorithm = op == OpKind::kAllReduce ? algorithm : Algorithm::kAuto,
+                       .root = !rooted(op) ? -1
+                               : root >= 0
+                                   ? root
+                                   : static_cast<int>(salt % static_cast<unsigned>(world_size)),
+                       .num_elems = num_elems,
+                       .is_in_place = is_in_place || (in_place.empty() && salt % 3 == 0),
+                       .is_random = is_random,
+                       .salt = salt,
+                       .is_uneven = is_uneven});
+                }
+    return cases;
   }
+};
+
+/// Every op and algorithm, for groups of `world_size`: nothing; fewer elements than ranks; one
+/// each; a longer chunk; many, and odd; and `more`.
+inline CaseTable every_collective(int world_size, const std::vector<std::size_t>& more = {}) {
+  const auto world = static_cast<std::size_t>(world_size);
+  std::set<std::size_t> counts = {0, 1, world - 1, world, world + 1, 1001};
+  counts.insert(more.begin(), more.end());
+  std::vector<Algorithm> algorithms = kAlgorithms;
+  algorithms.push_back(Algorithm::kAuto);
+  return {
+      .counts = {counts.begin(), counts.end()}, .algorithms = algorithms, .uneven = {false, true}};
+}
+
+/// Runs and checks all cases on one rank, with barriers among them.
+inline void run_cases(Communicator& communicator, const CaseTable& table) {
+  int num_run = 0;
+  for (const Case& c : table.of(communicator.world_size())) {
+    run_case(communicator, c);
+    if (++num_run % 7 == 0) barrier(communicator);
+  }
+  barrier(communicator);
 }
 
 }  // namespace ringcomm::testing

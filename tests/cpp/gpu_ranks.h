@@ -3,13 +3,10 @@
 // Kernels of GPUs on threads: ranks, their blocks, and the blocks' threads are threads of one
 // process, on one memory, where ThreadSanitizer sees all that nothing orders.
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <barrier>
 #include <cstddef>
-#include <cstring>
-#include <functional>
 #include <memory>
 #include <string>
 #include <thread>

@@ -25,8 +25,6 @@
 #include <utility>
 #include <vector>
 
-#include "communicator/communicator.h"
-#include "thread_ranks.h"
 #include "transport/messages/exchange.h"
 #include "transport/messenger.h"
 
@@ -348,19 +346,5 @@ class MemoryNetwork {
   bool is_stopping_ = false;
   std::thread deliverer_;  // last: it uses the rest
 };
-
-/// Runs body(communicator) on one thread per rank of a new group over `network`.
-inline void run_message_ranks(MemoryNetwork& network, int world_size,
-                              const std::function<void(Communicator&)>& body,
-                              CommunicatorOptions options = {}) {
-  MemoryStore store;
-  options.transport = "messages";
-  run_threads(world_size, [&](int rank) {
-    Communicator communicator(
-        store, rank, world_size, options, kBound,
-        [&](const std::string&, const LookForRanks&) { return network.join(rank); });
-    body(communicator);
-  });
-}
 
 }  // namespace ringcomm::testing

@@ -92,6 +92,10 @@ struct Format16 {
 inline constexpr Format16 kFormatFloat16{10};
 inline constexpr Format16 kFormatBFloat16{7};
 
+inline const Format16& format_of(DType dtype) {
+  return dtype == DType::kFloat16 ? kFormatFloat16 : kFormatBFloat16;
+}
+
 template <class T>
 T element(const Bytes& bytes, std::size_t i) {
   T value;

@@ -2,7 +2,6 @@
 
 // Sends and receives of one rank. The content of a message identifies its sender, tag and number.
 
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>

@@ -1,24 +1,18 @@
 // Places on a GPU for blocks that wait, which groups of all processes share.
 #include <fcntl.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <csignal>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <future>
-#include <iterator>
 #include <memory>
 #include <string>
 
+#include "children.h"
 #include "core/errors.h"
 #include "cuda/driver/block_reservation.h"
 #include "third_party/doctest/doctest.h"
@@ -47,34 +41,16 @@ std::string path_of(const DeviceUuid& device) {
   return path;
 }
 
-// As a sandbox without locks of open files: the commands of fcntl are unknown, in this process.
-bool refuse_locks_of_open_files() {
-  sock_filter program[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_fcntl, 0, 4),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])),
-      BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, F_OFD_GETLK, 0, 2),
-      BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, F_OFD_SETLKW, 1, 0),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog filter = {.len = std::size(program), .filter = program};
-  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
-         ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
-}
-
+// As in a sandbox that does not know locks of open files.
 TEST_CASE("block reservation: without file locks each group counts for itself") {
-  const pid_t child = ::fork();
-  if (child == 0) {
-    if (!refuse_locks_of_open_files()) ::_exit(2);
-    BlockReservation first(own_device(1), 7), second(own_device(1), 7);
-    const bool is_right = !first.is_shared() && first.reserve(5) && !first.reserve(3) &&
-                          first.num_free() == 2 && second.num_free() == 7 && second.reserve(7);
-    ::_exit(is_right ? 0 : 1);
-  }
-  int status = -1;
-  REQUIRE(::waitpid(child, &status, 0) == child);
-  CHECK(status == 0);
+  CHECK(ringcomm::testing::status_of_child([] {
+          if (!ringcomm::testing::refuse_calls(SYS_fcntl, 1, F_OFD_GETLK, F_OFD_SETLKW)) return 2;
+          BlockReservation first(own_device(1), 7), second(own_device(1), 7);
+          const bool is_right = !first.is_shared() && first.reserve(5) && !first.reserve(3) &&
+                                first.num_free() == 2 && second.num_free() == 7 &&
+                                second.reserve(7);
+          return is_right ? 0 : 1;
+        }) == 0);
   CHECK(BlockReservation(own_device(1), 7).is_shared());
 }
 

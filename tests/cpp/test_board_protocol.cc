@@ -6,7 +6,6 @@
 #include <cstring>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "core/board_protocol.h"
 #include "host/host_arch.h"

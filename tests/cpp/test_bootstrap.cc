@@ -14,6 +14,7 @@
 #include <thread>
 #include <utility>
 
+#include "children.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/fd.h"
@@ -27,17 +28,10 @@ namespace {
 using namespace ringcomm;
 using namespace ringcomm::host;
 using std::chrono::milliseconds;
-using testing::error_of;
-using testing::expect_error;
 
 constexpr milliseconds kSecond{1000};
 constexpr const char* kChildFd = "RINGCOMM_TEST_CHILD_FD";
 constexpr const char* kChildKey = "memory of the child";
-
-// Of its socket; its secrets follow in the address.
-std::string name_of(const Bootstrap& bootstrap) {
-  return bootstrap.address().substr(0, bootstrap.address().find(' '));
-}
 
 std::string read_line(int fd) {
   std::string line;
@@ -81,9 +75,7 @@ class Child {
     pid_ = ::fork();
     if (pid_ == 0) {  // only calls that a child of a program with threads may make
       ::setenv(kChildFd, fd_text.c_str(), 1);
-      ::execl("/proc/self/exe", "ringcomm_tests", "--no-skip", "--test-case=child: offers*",
-              nullptr);
-      ::_exit(127);
+      testing::become_case("--test-case=child: offers*");
     }
     ::close(ends[1]);
     if (pid_ < 0) throw std::runtime_error("fork");
@@ -115,7 +107,7 @@ class Child {
   std::string address_;
 };
 
-TEST_CASE("an offer is fetched until it is withdrawn") {
+TEST_CASE("an offer is fetched until it is withdrawn, and then known to be missing at once") {
   Bootstrap& bootstrap = Bootstrap::instance();
   UniqueFd memory = create_memfd(4096);
   const int number = memory.get();
@@ -124,34 +116,14 @@ TEST_CASE("an offer is fetched until it is withdrawn") {
     const UniqueFd fd = bootstrap.fetch(bootstrap.address(), "test/twice", 30 * kSecond);
     CHECK(SharedMemory::of_peer(fd.get()).num_bytes() == 4096);
   }
-  bootstrap.withdraw("test/twice");
-  CHECK_FALSE(static_cast<bool>(bootstrap.fetch(bootstrap.address(), "test/twice", 30 * kSecond)));
-  // Closed: the number is free, or some other file's.
-  CHECK((::fcntl(number, F_GETFD) < 0 || ::fcntl(number, F_GET_SEALS) < 0));
-}
-
-TEST_CASE("an offer withdrawn, and one never made, are known to be missing at once") {
-  Bootstrap& bootstrap = Bootstrap::instance();
-  bootstrap.offer("test/withdrawn", create_memfd(4096));
-  bootstrap.withdraw("test/withdrawn");
-  bootstrap.withdraw("test/withdrawn");
+  for (int i = 0; i < 2; ++i) bootstrap.withdraw("test/twice");
   const auto begin = std::chrono::steady_clock::now();
-  for (const char* key : {"test/withdrawn", "test/never made"})
+  for (const char* key : {"test/twice", "test/never made"})
     CHECK_FALSE(static_cast<bool>(bootstrap.fetch(bootstrap.address(), key, 30 * kSecond)));
   CHECK(std::chrono::steady_clock::now() - begin < 20 * kSecond);
   CHECK_FALSE(static_cast<bool>(bootstrap.fetch("ringcomm-nobody", "key", kSecond)));
-}
-
-TEST_CASE("a client that hangs up, or sends nothing, leaves the bootstrap at work") {
-  Bootstrap& bootstrap = Bootstrap::instance();
-  for (int i = 0; i < 20; ++i) {
-    const UniqueFd silent = connect_to(name_of(bootstrap));
-    const UniqueFd hasty = connect_to(name_of(bootstrap));
-    send_message(hasty.get(), "test/never made");
-  }
-  bootstrap.offer("test/after", create_memfd(4096));
-  CHECK(static_cast<bool>(
-      bootstrap.fetch(bootstrap.address(), "test/after", std::chrono::seconds(30))));
+  // Closed: the number is free, or some other file's.
+  CHECK((::fcntl(number, F_GETFD) < 0 || ::fcntl(number, F_GET_SEALS) < 0));
 }
 
 TEST_CASE("memory of another process is fetched, and outlives it") {

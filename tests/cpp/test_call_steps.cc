@@ -4,14 +4,13 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
+#include "collective_case.h"
 #include "collectives/recorder.h"
 #include "host/wait.h"
 #include "hosts_ranks.h"
@@ -44,19 +43,6 @@ std::array<Wait, kWorldSize> waits_of(const recorder::Memory& memory, const std:
   return found;
 }
 
-void all_reduce(Communicator& communicator, const WaitLimits& limits) {
-  std::vector<float> data(400);
-  const void* input = data.data();
-  void* output = data.data();
-  communicator.run({{.num_elems = data.size(),
-                     .op = OpKind::kAllReduce,
-                     .dtype = DType::kFloat32,
-                     .algorithm = Algorithm::kRing},
-                    &input,
-                    &output},
-                   limits);
-}
-
 // Rank 0 stands still in its call, after `is_still`, until the others wait as expected.
 class Scene {
  public:
@@ -86,7 +72,7 @@ class Scene {
     communicator.record_as(name_, {0, 1, 2, 3});
     testing::barrier(communicator);  // all are recorded
     before();
-    all_reduce(communicator, limits);
+    testing::run_case(communicator, {.algorithm = Algorithm::kRing, .num_elems = 400}, limits);
     expect(has_stood_, "rank 0 stood still");
   }
 
@@ -116,7 +102,7 @@ TEST_CASE("call steps: in a ring over messages they differ by the distance to th
     network.on_start([&](int rank, int num_started) {
       if (rank == 0 && num_started == kBarrier + kFirstStep + 2 * num_sent) scene.stand_still();
     });
-    testing::run_hosts_ranks(network, "abcd", [&](Communicator& communicator) {
+    testing::run_placed(network, "abcd", [&](Communicator& communicator) {
       scene.run(communicator, testing::kPatient);
     });
   }

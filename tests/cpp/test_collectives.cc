@@ -1,54 +1,83 @@
-// Results of every collective against the oracle, bytes counted, and what a call leaves alone.
-#include <array>
+// Results of every collective against the oracle, over shared memory, messages and hosts; bytes
+// counted, and what a call leaves alone. By the kernels of GPUs: test_gpu_kernels.cc.
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "collective_case.h"
+#include "hosts_ranks.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
-#include "thread_ranks.h"
 #include "transport/shm/context.h"
 
 namespace {
 
 using namespace ringcomm;
 using testing::Case;
+using testing::CaseTable;
 using testing::expect;
 using testing::kAlgorithms;
 using testing::kPhaseBytes;
 using testing::rooted;
 using testing::run_case;
+using testing::run_cases;
+using testing::run_placed;
 using testing::run_ranks;
 
-constexpr OpKind kOthers[] = {OpKind::kReduce,    OpKind::kReduceScatter, OpKind::kAllGather,
-                              OpKind::kBroadcast, OpKind::kGather,        OpKind::kScatter,
-                              OpKind::kAllToAll};
+// For an all_reduce that does not go through the leaders: above 1 MiB between two hosts.
+constexpr std::size_t kLongElems = 270'011;
 
-// Nothing; fewer elements than ranks; one each; a longer chunk; many, and odd.
-std::set<std::size_t> small_counts(int world_size) {
-  const auto world = static_cast<std::size_t>(world_size);
-  return {0, 1, world - 1, world, world + 1, 1001};
+TEST_CASE("every collective and algorithm in shared memory, worlds 1 to 8") {
+  for (int world_size = 1; world_size <= 8; ++world_size)
+    run_placed(std::string(static_cast<std::size_t>(world_size), 'a'),
+               [&](Communicator& communicator) {
+                 run_cases(communicator, testing::every_collective(world_size));
+               });
 }
 
-TEST_CASE("all_reduce of every algorithm, worlds 1 to 8") {
-  for (int world_size = 1; world_size <= 8; ++world_size) {
-    CAPTURE(world_size);
-    run_ranks(world_size, [&](Communicator& communicator) {
-      std::uint32_t salt = 0;
-      for (const Algorithm algorithm : kAlgorithms)
-        for (const std::size_t num_elems : small_counts(world_size))
-          for (const bool is_in_place : {false, true})
-            run_case(communicator, {.algorithm = algorithm,
-                                    .num_elems = num_elems,
-                                    .is_in_place = is_in_place,
-                                    .salt = ++salt});
+// Late messages overtake each other. The longest counts do not fit an envelope.
+TEST_CASE("every collective and algorithm over messages, worlds 2 to 5") {
+  for (const char* placement : {"ab", "abc", "abcd", "abcde"})
+    for (const int delay_us : {0, 300})
+      run_placed(
+          placement,
+          [&](Communicator& communicator) {
+            run_cases(communicator, testing::every_collective(communicator.world_size(), {40'001}));
+          },
+          {}, std::chrono::microseconds(delay_us));
+}
+
+// Even, interleaved, uneven in all orders, one rank alone, more ranks than the other host twice.
+TEST_CASE("every collective and algorithm over hosts, wherever the ranks are") {
+  for (const char* placement : {"aabb", "abab", "abbccc", "cbcabc", "aab", "abbbbb", "abcabd"})
+    run_placed(
+        placement,
+        [&](Communicator& communicator) {
+          expect(communicator.transport_description().find("between them") != std::string::npos,
+                 communicator.transport_description());
+          CaseTable table = testing::every_collective(communicator.world_size(), {17'011});
+          table.in_place = {};
+          run_cases(communicator, table);
+          run_cases(communicator, {.counts = {kLongElems}, .ops = {OpKind::kAllReduce}});
+        },
+        {}, std::chrono::microseconds(100));
+}
+
+TEST_CASE("every reduction and dtype that has one") {
+  for (const char* placement : {"aaaa", "abc", "aba"})
+    run_placed(placement, [](Communicator& communicator) {
+      CaseTable table = testing::every_collective(communicator.world_size());
+      table.counts = {131};
+      table.dtypes = testing::all_of<DType>(kNumDTypes);
+      table.reductions = testing::all_of<Reduction>(kNumReductions);
+      run_cases(communicator, table);
     });
-  }
 }
+
+// ---- sizes at which a call takes another way
 
 TEST_CASE("one_shot ends at fewer bytes with more ranks, or where a tuning says") {
   const auto limit_of = [](int world_size, std::size_t asked) {
@@ -67,66 +96,27 @@ TEST_CASE("one_shot ends at fewer bytes with more ranks, or where a tuning says"
   for (const int world_size : {2, 64}) CHECK(limit_of(world_size, 5000) == 5000);
 }
 
-TEST_CASE("all_reduce of every reduction and dtype that has one") {
-  run_ranks(4, [&](Communicator& communicator) { testing::run_every_reduction(communicator); });
-}
-
-TEST_CASE("the other collectives, worlds 1 to 8") {
-  testing::run_cases_of_worlds(kOthers, small_counts, false);
-}
-
-TEST_CASE("the other collectives in bytes, in halves, and averaged") {
-  run_ranks(3, [&](Communicator& communicator) {
-    std::uint32_t salt = 0;
-    for (const OpKind op : kOthers)
-      for (const DType dtype : {DType::kByte, DType::kBFloat16, DType::kInt64, DType::kBool}) {
-        if (dtype == DType::kByte && testing::reduces(op)) continue;
-        const bool is_average = dtype == DType::kBFloat16 && testing::reduces(op);
-        run_case(communicator, {.op = op,
-                                .dtype = dtype,
-                                .reduction = is_average ? Reduction::kAvg : Reduction::kMax,
-                                .root = rooted(op) ? 1 : -1,
-                                .num_elems = 517,
-                                .salt = ++salt});
-      }
-  });
-}
-
 // Sizes: one phase, one element more or less, several phases and a rest.
 TEST_CASE("collectives in one piece and in several" * doctest::skip(testing::kHasThreadSanitizer)) {
-  constexpr std::size_t kPhaseElems = kPhaseBytes / sizeof(std::int32_t);
+  constexpr std::size_t kElems = kPhaseBytes / sizeof(std::int32_t);
+  // A line less, for the table of sizes.
+  constexpr std::size_t kShareElems = kElems - kLineBytes / sizeof(std::int32_t);
+  constexpr std::size_t kTwoShotElems = kElems / 3 * 3;
   run_ranks(3, [&](Communicator& communicator) {
-    std::uint32_t salt = 0;
-    const auto run = [&](OpKind op, Algorithm algorithm, std::size_t num_elems) {
-      ++salt;
-      run_case(communicator, {.op = op,
-                              .dtype = DType::kInt32,
-                              .algorithm = algorithm,
-                              .root = rooted(op) ? 2 : -1,
-                              .num_elems = num_elems,
-                              .is_in_place = salt % 2 == 0,
-                              .salt = salt});
+    const auto run = [&](const std::vector<OpKind>& ops, const std::vector<std::size_t>& counts,
+                         Algorithm algorithm = Algorithm::kAuto) {
+      run_cases(
+          communicator,
+          {.counts = counts, .ops = ops, .algorithms = {algorithm}, .dtypes = {DType::kInt32}});
     };
-    for (const std::size_t num_elems : {kPhaseElems - 1, kPhaseElems, kPhaseElems + 1})
-      run(OpKind::kAllReduce, Algorithm::kOneShot, num_elems);
-    const std::size_t two_shot_elems = kPhaseElems / 3 * 3;
-    for (const std::size_t num_elems : {two_shot_elems - 1, two_shot_elems, two_shot_elems + 1})
-      run(OpKind::kAllReduce, Algorithm::kTwoShot, num_elems);
-    run(OpKind::kAllReduce, Algorithm::kTwoShot, 2 * kPhaseElems + 5);
-    run(OpKind::kAllReduce, Algorithm::kRing, 2 * kPhaseElems + 5);
-    run(OpKind::kReduce, Algorithm::kAuto, 2 * kPhaseElems + 1);
-    run(OpKind::kAllGather, Algorithm::kAuto, kPhaseElems + 1);
-    for (const std::size_t num_elems : {kPhaseElems / 2, kPhaseElems / 2 + 1, 3 * kPhaseElems})
-      run(OpKind::kBroadcast, Algorithm::kAuto, num_elems);
-    for (const std::size_t num_elems : {kPhaseElems / 2, kPhaseElems / 2 + 1})
-      run(OpKind::kReduceScatter, Algorithm::kAuto, num_elems);
-    // A line less, for the table of sizes.
-    constexpr std::size_t kShareElems = kPhaseElems - kLineBytes / sizeof(std::int32_t);
-    for (const std::size_t num_elems : {kShareElems, kShareElems + 1, 3 * kShareElems})
-      run(OpKind::kGather, Algorithm::kAuto, num_elems);
-    for (const OpKind op : {OpKind::kScatter, OpKind::kAllToAll})
-      for (const std::size_t num_elems : {kShareElems / 2, kShareElems / 2 + 1, kPhaseElems})
-        run(op, Algorithm::kAuto, num_elems);
+    run({OpKind::kAllReduce}, {kElems - 1, kElems, kElems + 1}, Algorithm::kOneShot);
+    run({OpKind::kAllReduce}, {kTwoShotElems - 1, kTwoShotElems, kTwoShotElems + 1, 2 * kElems + 5},
+        Algorithm::kTwoShot);
+    run({OpKind::kAllReduce}, {2 * kElems + 5}, Algorithm::kRing);
+    run({OpKind::kReduce, OpKind::kAllGather}, {kElems + 1, 2 * kElems + 1});
+    run({OpKind::kBroadcast, OpKind::kReduceScatter}, {kElems / 2, kElems / 2 + 1, 3 * kElems});
+    run({OpKind::kGather}, {kShareElems, kShareElems + 1, 3 * kShareElems});
+    run({OpKind::kScatter, OpKind::kAllToAll}, {kShareElems / 2, kShareElems / 2 + 1, kElems});
   });
 }
 
@@ -134,63 +124,98 @@ TEST_CASE("collectives in one piece and in several" * doctest::skip(testing::kHa
 TEST_CASE("rings of several slots" * doctest::skip(testing::kHasThreadSanitizer)) {
   for (const std::size_t world_size : {2U, 3U})
     run_ranks(static_cast<int>(world_size), [&](Communicator& communicator) {
-      std::uint32_t salt = 0;
+      std::vector<std::size_t> counts;
       for (const std::size_t num_slices : {1U, 2U, 5U})
-        for (const std::size_t extra_elems : {0U, 1U, 3U}) {
-          const std::size_t full_elems =
-              num_slices * testing::kRingSlotBytes / sizeof(float) * world_size;
-          run_case(communicator, {.algorithm = Algorithm::kRing,
-                                  .num_elems = full_elems - 1 + extra_elems,
-                                  .is_in_place = salt % 2 == 0,
-                                  .salt = ++salt});
-        }
+        for (const std::size_t extra_elems : {0U, 1U, 3U})
+          counts.push_back(num_slices * testing::kRingSlotBytes / sizeof(float) * world_size - 1 +
+                           extra_elems);
+      run_cases(communicator,
+                {.counts = counts, .ops = {OpKind::kAllReduce}, .algorithms = {Algorithm::kRing}});
     });
+}
+
+// Over messages from 1 MiB on: rings and chains, in slices of 1 MiB. Over hosts: more than a rank
+// stages of others' data.
+TEST_CASE("large calls over messages and hosts, in pieces") {
+  const std::vector<OpKind> ops = {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter,
+                                   OpKind::kAllGather, OpKind::kBroadcast};
+  for (const char* placement : {"ab", "abc", "abcd"}) {
+    if (testing::kHasThreadSanitizer && std::string(placement) != "ab") break;
+    run_placed(
+        placement,
+        [&](Communicator& communicator) {
+          run_cases(
+              communicator,
+              {.counts = {(1 << 20) + 7}, .ops = ops, .dtypes = {DType::kInt32}, .in_place = {}});
+        },
+        {}, std::chrono::microseconds(50));
+  }
+  if (testing::kHasThreadSanitizer) return;
+  run_placed("abb", [&](Communicator& communicator) {
+    CaseTable table{.counts = {2'200'001},
+                    .ops = {OpKind::kAllReduce, OpKind::kReduce},
+                    .dtypes = {DType::kInt32},
+                    .in_place = {false}};
+    run_cases(communicator, table);
+    table.counts = {700'003};
+    table.ops = {OpKind::kReduceScatter};
+    run_cases(communicator, table);
+  });
 }
 
 // ---- the same bits everywhere
 
 TEST_CASE("random floats have the same bits on all ranks") {
-  constexpr int kWorld = 4;
-  for (const Algorithm algorithm : kAlgorithms) {
-    for (const Reduction reduction : {Reduction::kSum, Reduction::kAvg}) {
-      std::array<oracle::Bytes, kWorld> results;
-      const Case c{
-          .reduction = reduction, .algorithm = algorithm, .num_elems = 20'011, .is_random = true};
-      run_ranks(kWorld, [&](Communicator& communicator) {
-        testing::CaseBuffers buffers(c, communicator.rank(), kWorld);
+  std::vector<Algorithm> algorithms = kAlgorithms;
+  algorithms.push_back(Algorithm::kAuto);
+  for (const std::string placement : {"aaaa", "abcd", "abbab"})
+    for (const Case& c : CaseTable{.counts = {1003, 20'011, kLongElems},
+                                   .ops = {OpKind::kAllReduce},
+                                   .algorithms = algorithms,
+                                   .reductions = {Reduction::kSum, Reduction::kAvg},
+                                   .in_place = {false},
+                                   .is_random = true}
+                             .of(4)) {
+      if (c.num_elems == kLongElems && c.algorithm != Algorithm::kAuto) continue;
+      CAPTURE(c.to_text());
+      std::vector<oracle::Bytes> results(placement.size());
+      run_placed(placement, [&](Communicator& communicator) {
+        testing::CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
         communicator.run(buffers.call(), testing::kPatient);
-        // The boards reduce in rank order like the oracle; the ring does not.
-        if (algorithm != Algorithm::kRing) buffers.check();
+        // The boards reduce in rank order like the oracle; the others do not.
+        if (placement == "aaaa" && c.algorithm != Algorithm::kRing) buffers.check();
         results[static_cast<std::size_t>(communicator.rank())] = buffers.result();
       });
-      for (int rank = 1; rank < kWorld; ++rank) CHECK(results[0] == results[rank]);
+      for (const oracle::Bytes& result : results) CHECK(result == results[0]);
     }
-  }
 }
 
 TEST_CASE("in rank order every algorithm gives the left-to-right sum, to the last bit") {
-  constexpr unsigned kLargest =
+  constexpr std::size_t kLargest =
       testing::kHasThreadSanitizer ? 4003 : 2 * testing::kRingSlotBytes / sizeof(float) + 5;
+  // A ring of several slices.
+  constexpr std::size_t kMany = testing::kHasThreadSanitizer ? 300'001 : 1'200'001;
   // 16-bit types in the oracle round once per step. The oracle of test_order() in
   // test_collectives.py does not.
-  for (const DType dtype : {DType::kFloat32, DType::kFloat64})
-    for (const int world_size : {2, 3, 5}) {
-      run_ranks(world_size,
-                [&](Communicator& communicator) {
-                  std::uint32_t salt = 0;
-                  for (const Algorithm algorithm : kAlgorithms)
-                    for (const Reduction reduction : {Reduction::kSum, Reduction::kAvg})
-                      for (const std::size_t num_elems : {0U, 1U, 31U, 1001U, kLargest})
-                        run_case(communicator, {.dtype = dtype,
-                                                .reduction = reduction,
-                                                .algorithm = algorithm,
-                                                .num_elems = num_elems,
-                                                .is_in_place = salt % 2 == 0,
-                                                .is_random = true,
-                                                .salt = ++salt});
-                },
-                {.is_rank_ordered = true});
-    }
+  const CaseTable table{.counts = {0, 1, 31, 1001},
+                        .ops = {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter},
+                        .algorithms = kAlgorithms,
+                        .dtypes = {DType::kFloat32, DType::kFloat64},
+                        .reductions = {Reduction::kSum, Reduction::kAvg},
+                        .in_place = {},
+                        .is_random = true};
+  for (const std::string placement : {"aa", "aaa", "aaaaa", "abcd", "abcab"})
+    run_placed(
+        placement,
+        [&](Communicator& communicator) {
+          run_cases(communicator, table);
+          CaseTable large = table;
+          large.counts = {placement == "abcd" ? kMany : kLargest};
+          large.dtypes = {DType::kFloat32};
+          large.reductions = {placement == "aa" ? Reduction::kAvg : Reduction::kSum};
+          run_cases(communicator, large);
+        },
+        {.is_rank_ordered = true}, std::chrono::microseconds(100));
 }
 
 // ---- bytes
@@ -203,10 +228,12 @@ std::uint64_t sent_by(Communicator& communicator, const Case& c, Algorithm count
   return after.sent_bytes - before.sent_bytes;
 }
 
+// Over messages the others send along trees: test_message_collectives.cc has what they do.
 TEST_CASE("the bytes of a call are those of its formula") {
-  for (const int world_size : {2, 3, 4}) {
-    run_ranks(world_size, [&](Communicator& communicator) {
-      const auto world = static_cast<std::uint64_t>(world_size);
+  for (const char* placement : {"aa", "aaa", "aaaa", "abcd"}) {
+    const bool is_memory = placement[0] == placement[1];
+    run_placed(placement, [&](Communicator& communicator) {
+      const auto world = static_cast<std::uint64_t>(communicator.world_size());
       const std::size_t num_elems = world * 1000;
       const std::uint64_t num_bytes = num_elems * sizeof(float);
       const bool is_root = communicator.rank() == 1;
@@ -221,6 +248,7 @@ TEST_CASE("the bytes of a call are those of its formula") {
       check(OpKind::kAllReduce, Algorithm::kOneShot, (world - 1) * num_bytes);
       check(OpKind::kAllReduce, Algorithm::kTwoShot, 2 * (world - 1) * num_bytes / world);
       check(OpKind::kAllReduce, Algorithm::kRing, 2 * (world - 1) * num_bytes / world);
+      if (!is_memory) return;
       check(OpKind::kReduceScatter, Algorithm::kAuto, (world - 1) * num_bytes);
       check(OpKind::kAllGather, Algorithm::kAuto, (world - 1) * num_bytes);
       check(OpKind::kBroadcast, Algorithm::kAuto, is_root ? (world - 1) * num_bytes : 0);
@@ -283,11 +311,16 @@ TEST_CASE("an all_reduce that asks for no algorithm gets one, and is counted und
     sent_by(communicator, {.num_elems = 10}, Algorithm::kOneShot);
     sent_by(communicator, {.num_elems = 100'000}, Algorithm::kTwoShot);
   });
-  run_ranks(2,
-            [&](Communicator& communicator) {
-              sent_by(communicator, {.num_elems = 10}, Algorithm::kRing);
-            },
-            {.algorithm = Algorithm::kRing});
+  run_placed("aa",
+             [&](Communicator& communicator) {
+               sent_by(communicator, {.num_elems = 10}, Algorithm::kRing);
+             },
+             {.algorithm = Algorithm::kRing});
+  run_placed("aabb", [&](Communicator& communicator) {
+    for (const Algorithm algorithm : kAlgorithms)
+      sent_by(communicator, {.algorithm = algorithm, .num_elems = 1003}, algorithm);
+    sent_by(communicator, {.num_elems = 1003}, Algorithm::kHierarchical);
+  });
 }
 
 }  // namespace

@@ -17,18 +17,15 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <filesystem>
-#include <fstream>
-#include <functional>
 #include <memory>
 #include <new>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "children.h"
 #include "collective_case.h"
 #include "collectives/send_recv.h"
 #include "core/annotations.h"
@@ -56,11 +53,7 @@ constexpr const char* kPlanVariable = "RINGCOMM_TEST_DEATHS";
 constexpr int kMaxTries = 3;
 // More would tell little more.
 constexpr int kMaxFailures = 5;
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kIsSanitized = true;
-#else
-constexpr bool kIsSanitized = false;
-#endif
+constexpr bool kIsSanitized = testing::kHasThreadSanitizer || testing::kHasAddressSanitizer;
 constexpr milliseconds kSoon{kIsSanitized ? 10'000 : 2'000};
 constexpr milliseconds kPatience{20'000};
 constexpr milliseconds kStopTimeout{600};
@@ -461,16 +454,7 @@ bool run_child(int world_size, End end, Over over, int sample, bool aborts = fal
                            std::to_string(static_cast<int>(end)) + " " +
                            std::to_string(static_cast<int>(over)) + " " +
                            std::to_string(aborts ? 1 : 0) + " " + std::to_string(stride);
-  const pid_t pid = ::fork();
-  if (pid == 0) {  // only calls that a child of a program with threads may make
-    ::setenv(kPlanVariable, text.c_str(), 1);
-    ::execl("/proc/self/exe", "ringcomm_tests", "--no-skip", "--test-case=child: a rank ends*",
-            nullptr);
-    ::_exit(127);
-  }
-  int status = 0;
-  ::waitpid(pid, &status, 0);
-  return status == 0;
+  return testing::status_of_case("--test-case=child: a rank ends*", kPlanVariable, text) == 0;
 }
 
 TEST_CASE("deaths: a rank that is killed at any step is named by all others") {

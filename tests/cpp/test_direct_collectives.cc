@@ -1,14 +1,15 @@
 // Collectives on buffers in shared memory: results against the oracle, whether all, some or none of
 // the ranks have such buffers.
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "collective_case.h"
@@ -38,86 +39,47 @@ using namespace ringcomm;
 using host::SharedArena;
 using testing::Case;
 using testing::expect;
-using testing::input_of;
 using testing::kPatient;
 using testing::run_ranks;
 
-// A buffer of the arena, or the heap's.
-class Buffer {
- public:
-  Buffer(std::size_t num_bytes, bool is_shared)
-      : data_(is_shared ? static_cast<std::byte*>(SharedArena::instance().allocate(num_bytes + 8))
-                        : new std::byte[num_bytes + 8]),
-        num_bytes_(num_bytes),
-        is_shared_(is_shared) {
-    std::memset(data_, 0x5a, num_bytes + 8);
-  }
-  ~Buffer() {
-    if (is_shared_)
-      SharedArena::instance().deallocate(data_);
-    else
-      delete[] data_;
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
+// Memory of the arena, or of the heap; off the alignment of vectors.
+std::shared_ptr<std::byte> memory_of(std::size_t num_bytes, bool is_shared) {
+  constexpr std::size_t kOffset = 8;
+  void* begin = is_shared ? SharedArena::instance().allocate(num_bytes + kOffset)
+                          : ::operator new(num_bytes + kOffset);
+  return {static_cast<std::byte*>(begin) + kOffset, [begin, is_shared](std::byte*) {
+            if (is_shared)
+              SharedArena::instance().deallocate(begin);
+            else
+              ::operator delete(begin);
+          }};
+}
 
-  // Off the alignment of vectors.
-  std::byte* data() const { return data_ + 8; }
-  oracle::Bytes content(std::size_t begin, std::size_t num_bytes) const {
-    const auto* bytes = reinterpret_cast<const unsigned char*>(data()) + begin;
-    return {bytes, bytes + num_bytes};
-  }
-  std::size_t num_bytes() const { return num_bytes_; }
-
- private:
-  std::byte* data_;
-  std::size_t num_bytes_;
-  bool is_shared_;
-};
-
-// One call on this rank, its input and output each one buffer.
+// One call on this rank, its inputs and its outputs each in one piece.
 void run_on_buffers(Communicator& communicator, const Case& c, bool is_shared,
                     const WaitLimits& limits = kPatient) {
-  const int rank = communicator.rank();
   const int world_size = communicator.world_size();
+  const auto world = static_cast<std::size_t>(world_size);
   const std::size_t shard_bytes = c.num_elems * element_bytes(c.dtype);
-  const int num_inputs = c.op == OpKind::kReduceScatter ? world_size : 1;
-  const int num_outputs = c.op == OpKind::kAllGather ? world_size : 1;
-  Buffer input(shard_bytes * static_cast<std::size_t>(num_inputs), is_shared);
-  Buffer output(shard_bytes * static_cast<std::size_t>(num_outputs), is_shared);
-  std::vector<const void*> inputs;
-  std::vector<void*> outputs;
-  for (int shard = 0; shard < num_inputs; ++shard) {
-    std::byte* data = input.data() + static_cast<std::size_t>(shard) * shard_bytes;
-    const oracle::Bytes content = input_of(c, rank, shard);
-    std::copy_n(reinterpret_cast<const std::byte*>(content.data()), content.size(), data);
-    inputs.push_back(data);
-  }
-  for (int shard = 0; shard < num_outputs; ++shard)
-    outputs.push_back(output.data() + static_cast<std::size_t>(shard) * shard_bytes);
-  if (c.is_in_place) outputs[0] = const_cast<void*>(inputs[0]);
-  communicator.run({{.num_elems = c.num_elems,
-                     .root = c.root,
-                     .op = c.op,
-                     .dtype = c.dtype,
-                     .reduction = c.reduction},
-                    inputs.data(),
-                    outputs.data()},
-                   limits);
-  for (int shard = 0; shard < num_outputs; ++shard) {
-    const Buffer& result = c.is_in_place ? input : output;
-    const oracle::Bytes found =
-        result.content(static_cast<std::size_t>(shard) * shard_bytes, shard_bytes);
-    oracle::Bytes expected;
-    if (c.op == OpKind::kAllGather)
-      expected = input_of(c, shard, 0);
-    else if (c.op == OpKind::kBroadcast)
-      expected = rank == c.root && !c.is_in_place ? oracle::Bytes(shard_bytes, 0x5a)
-                                                  : input_of(c, c.root, 0);
-    else
-      expected = testing::reduced(c, world_size, c.op == OpKind::kReduceScatter ? rank : 0);
-    expect(found == expected, "the oracle's result of " + c.to_text());
-  }
+  testing::CaseBuffers buffers(c, communicator.rank(), world_size);
+  const Collective apart = buffers.call();
+  std::vector<const void*> inputs(c.op == OpKind::kReduceScatter ? world : 1);
+  std::vector<void*> outputs(c.op == OpKind::kAllGather ? world : 1);
+  const auto input = memory_of(shard_bytes * inputs.size(), is_shared);
+  const auto output = memory_of(shard_bytes * outputs.size(), is_shared);
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    inputs[i] = std::memcpy(input.get() + i * shard_bytes, apart.inputs[i], shard_bytes);
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    outputs[i] = c.is_in_place
+                     ? const_cast<void*>(inputs[i])
+                     : std::memcpy(output.get() + i * shard_bytes, apart.outputs[i], shard_bytes);
+  Collective call = apart;
+  call.inputs = inputs.data();
+  call.outputs = outputs.data();
+  communicator.run(std::move(call), limits);
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    std::memcpy(apart.outputs[i], outputs[i], shard_bytes);
+  buffers.check();
 }
 
 // Whose buffers are shared: bit r for rank r.
@@ -130,6 +92,16 @@ std::uint64_t direct_calls(Communicator& communicator) {
 }
 
 constexpr unsigned kAll = ~0U;
+const std::vector<OpKind> kDirectOps = {OpKind::kAllReduce, OpKind::kReduceScatter,
+                                        OpKind::kAllGather, OpKind::kBroadcast};
+
+void run_cases(Communicator& communicator, const testing::CaseTable& table,
+               unsigned shared_ranks = kAll) {
+  for (const Case& c : table.of(communicator.world_size())) {
+    run_case(communicator, c, shared_ranks);
+    if (c.salt % 5 == 0) testing::barrier(communicator);
+  }
+}
 
 // ThreadSanitizer sees the buffers, and not the rounds that order them, which the checker
 // explores (checker/scenarios_lend.cc).
@@ -139,59 +111,38 @@ TEST_CASE("all_reduce on shared buffers, worlds 2 to 5") {
   for (int world_size = 2; world_size <= 5; ++world_size) {
     CAPTURE(world_size);
     run_ranks(world_size, [&](Communicator& communicator) {
-      std::uint32_t salt = 0;
       // Just too small; just large enough; blocks and a rest; a chunk of one block and one element.
       const std::size_t least_elems =
           min_zero_copy_bytes(OpKind::kAllReduce, world_size) / sizeof(float);
-      for (const std::size_t num_elems : {least_elems - 1, least_elems, least_elems + 7, 100'003UL})
-        for (const bool is_in_place : {false, true})
-          run_case(communicator,
-                   {.num_elems = num_elems, .is_in_place = is_in_place, .salt = ++salt}, kAll);
+      run_cases(communicator, {.counts = {least_elems - 1, least_elems, least_elems + 7, 100'003},
+                               .ops = {OpKind::kAllReduce}});
       expect(direct_calls(communicator) == 6, "six direct calls, and two that are too small");
-      const auto counts =
-          communicator.stats().counts(OpKind::kAllReduce, Algorithm::kDirect).sent_bytes;
-      expect(counts > 0, "bytes counted");
+      expect(communicator.stats().counts(OpKind::kAllReduce, Algorithm::kDirect).sent_bytes > 0,
+             "bytes counted");
     });
   }
 }
 
 TEST_CASE("shared buffers give the bits that staging gives, for every type") {
   run_ranks(3, [&](Communicator& communicator) {
-    std::uint32_t salt = 0;
-    for (int d = 0; d < kNumDTypes; ++d)
-      for (int r = 0; r < kNumReductions; ++r) {
-        const auto dtype = static_cast<DType>(d);
-        const auto reduction = static_cast<Reduction>(r);
-        if (!oracle::has_meaning(reduction, dtype)) continue;
-        run_case(communicator,
-                 {.dtype = dtype,
-                  .reduction = reduction,
-                  .num_elems = 20'001,
-                  .is_in_place = salt % 2 == 0,
-                  .salt = ++salt},
-                 kAll);
-      }
-    for (int turn = 0; turn < 4; ++turn)
-      run_case(communicator, {.num_elems = 30'001, .is_random = true, .salt = ++salt}, kAll);
+    run_cases(communicator, {.counts = {20'001},
+                             .ops = {OpKind::kAllReduce},
+                             .dtypes = testing::all_of<DType>(kNumDTypes),
+                             .reductions = testing::all_of<Reduction>(kNumReductions),
+                             .in_place = {}});
+    run_cases(communicator, {.counts = {30'001, 30'002, 30'003, 30'004},
+                             .ops = {OpKind::kAllReduce},
+                             .in_place = {false},
+                             .is_random = true});
   });
 }
 
 TEST_CASE("reduce_scatter, all_gather and broadcast on shared buffers, any ranks sharing") {
   run_ranks(3, [&](Communicator& communicator) {
-    std::uint32_t salt = 0;
     for (unsigned shared_ranks = 0; shared_ranks < 8; ++shared_ranks)
-      for (const std::size_t num_elems : {0U, 100U, 40'001U, 300'007U})
-        for (const OpKind op :
-             {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kBroadcast}) {
-          ++salt;
-          run_case(communicator,
-                   {.op = op,
-                    .root = op == OpKind::kBroadcast ? static_cast<int>(salt) % 3 : -1,
-                    .num_elems = num_elems,
-                    .salt = salt},
-                   shared_ranks);
-          if (salt % 5 == 0) testing::barrier(communicator);
-        }
+      run_cases(communicator,
+                {.counts = {0, 100, 40'001, 300'007}, .ops = kDirectOps, .in_place = {false}},
+                shared_ranks);
     expect(num_throws == 0, "no exception, which would take 1 us of each call");
   });
 }
@@ -203,8 +154,7 @@ TEST_CASE("no rank leaves a call on shared buffers before all have written to it
     if (is_late && std::string_view(what) == "after a cursor advanced, before sleepers wake")
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
   };
-  for (const OpKind op :
-       {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kBroadcast})
+  for (const OpKind op : kDirectOps)
     for (const int late : {0, 1}) {
       run_ranks(2, [&](Communicator& communicator) {
         is_late = communicator.rank() == late;

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <latch>
-#include <string>
 #include <vector>
 
 #include "gpu_ranks.h"
@@ -24,162 +23,136 @@ cuda::DeviceFacts facts_of(int world_size, int num_multiprocessors) {
 constexpr std::uint64_t kManyBytes = 10 << 20;
 
 void run_cases(int world_size, int num_multiprocessors, unsigned num_threads,
-               const std::vector<Case>& cases) {
+               const std::vector<CaseTable>& tables, bool takes_turns = false) {
   GpuRanks ranks(world_size, facts_of(world_size, num_multiprocessors), num_threads);
   run_threads(world_size, [&](int rank) {
-    for (const Case& c : cases) ranks.run_case(rank, c);
+    for (const CaseTable& table : tables)
+      for (const Case& c : table.of(world_size)) ranks.run_case(rank, c, takes_turns);
   });
 }
 
-std::vector<std::size_t> sizes() {
-  if (kHasThreadSanitizer) return {0, 5, 9000};
-  return {0, 1, 3, 517, 4096, 40'000};
+const std::vector<OpKind> kReducing = {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter};
+const std::vector<OpKind> kMoving = {OpKind::kAllGather, OpKind::kBroadcast, OpKind::kGather,
+                                     OpKind::kScatter, OpKind::kAllToAll};
+
+// Of ops that move data, by bytes.
+std::vector<CaseTable> every_op(const std::vector<std::size_t>& counts,
+                                const std::vector<bool>& in_place = {}) {
+  return {{.counts = counts, .ops = kReducing, .in_place = in_place},
+          {.counts = counts, .ops = kMoving, .dtypes = {DType::kByte}, .in_place = in_place}};
 }
 
 TEST_CASE("kernels: every op moves or reduces what the oracle says") {
-  for (const int world_size : {2, 3, 4}) {
-    std::uint32_t salt = 0;
-    std::vector<Case> cases;
-    for (const std::size_t num_elems : sizes())
-      for (const OpKind op :
-           {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-            OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
-        for (const bool is_in_place : {false, true}) {
-          if (is_in_place && op == OpKind::kAllToAll) continue;
-          cases.push_back({.op = op,
-                           .dtype = reduces(op) ? DType::kFloat32 : DType::kByte,
-                           .root = rooted(op) ? static_cast<int>(salt % 2) : -1,
-                           .num_elems = num_elems,
-                           .is_in_place = is_in_place,
-                           .salt = ++salt});
-        }
-    run_cases(world_size, 2, 1, cases);
-  }
+  const std::vector<std::size_t> counts =
+      kHasThreadSanitizer ? std::vector<std::size_t>{0, 5, 9000}
+                          : std::vector<std::size_t>{0, 1, 3, 517, 4096, 40'000};
+  for (const int world_size : {2, 3, 4})
+    run_cases(world_size, 2, 1, every_op(counts, {false, true}));
 }
 
 TEST_CASE("kernels: shards of different sizes") {
-  for (const int world_size : {2, 4}) {
-    std::uint32_t salt = 0;
-    std::vector<Case> cases;
-    for (const std::size_t num_elems : {std::size_t{3}, std::size_t{15'000}})
-      for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
-                              OpKind::kScatter, OpKind::kAllToAll})
-        for (int i = 0; i < 3; ++i)
-          cases.push_back({.op = op,
-                           .dtype = reduces(op) ? DType::kBFloat16 : DType::kByte,
-                           .root = rooted(op) ? 1 : -1,
-                           .num_elems = num_elems,
-                           .salt = ++salt,
-                           .is_uneven = true});
-    run_cases(world_size, 3, 1, cases);
-  }
+  for (const int world_size : {2, 4})
+    run_cases(world_size, 3, 1,
+              {{.counts = {3, 4, 5, 15'000, 15'001},
+                .ops = {OpKind::kReduceScatter},
+                .dtypes = {DType::kBFloat16},
+                .in_place = {false},
+                .uneven = {true}},
+               {.counts = {3, 4, 5, 15'000, 15'001},
+                .ops = kMoving,
+                .dtypes = {DType::kByte},
+                .in_place = {false},
+                .uneven = {true}}});
 }
 
 TEST_CASE("kernels: every type, reduction and algorithm of all_reduce") {
-  std::vector<Case> cases;
-  std::uint32_t salt = 0;
-  for (int d = 0; d < kNumDTypes; ++d)
-    for (int r = 0; r < kNumReductions; ++r)
-      for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
-        // Records of softmax are merged by torch's operators there.
-        if (static_cast<DType>(d) != DType::kSoftmaxStats &&
-            oracle::has_meaning(static_cast<Reduction>(r), static_cast<DType>(d)))
-          cases.push_back({.dtype = static_cast<DType>(d),
-                           .reduction = static_cast<Reduction>(r),
-                           .algorithm = algorithm,
-                           .num_elems = 331,
-                           .is_in_place = salt % 3 == 0,
-                           .salt = ++salt});
-  run_cases(3, 2, 1, cases);
+  std::vector<DType> dtypes = all_of<DType>(kNumDTypes);
+  std::erase(dtypes, DType::kSoftmaxStats);  // these are merged by torch's operators there
+  run_cases(3, 2, 1,
+            {{.counts = {331},
+              .ops = {OpKind::kAllReduce},
+              .algorithms = kAlgorithms,
+              .dtypes = dtypes,
+              .reductions = all_of<Reduction>(kNumReductions),
+              .in_place = {}}});
 }
 
 TEST_CASE("kernels: threads of a block, and blocks, share the work of every algorithm") {
-  std::vector<Case> cases;
-  std::uint32_t salt = 0;
-  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt64})
-    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
-      for (const std::size_t num_elems : {std::size_t{100}, std::size_t{20'011}})
-        cases.push_back({.dtype = dtype,
-                         .algorithm = algorithm,
-                         .num_elems = num_elems,
-                         .is_in_place = salt % 2 == 0,
-                         .salt = ++salt});
-  cases.push_back({.op = OpKind::kAllToAll, .dtype = DType::kByte, .num_elems = 70'000, .salt = 1});
-  run_cases(2, 3, 4, cases);
+  run_cases(2, 3, 4,
+            {{.counts = {100, 20'011},
+              .ops = {OpKind::kAllReduce},
+              .algorithms = kAlgorithms,
+              .dtypes = {DType::kFloat32, DType::kFloat16, DType::kInt64},
+              .in_place = {}},
+             {.counts = {70'000},
+              .ops = {OpKind::kAllToAll},
+              .dtypes = {DType::kByte},
+              .in_place = {false}}});
 }
 
 TEST_CASE("kernels: any number of ranks, of vectors at once, and elements that fill none") {
-  std::uint32_t salt = 0;
-  for (const int world_size : {1, 2, 4, 5, 8, 9}) {
-    std::vector<Case> cases;
-    for (const DType dtype : {DType::kBFloat16, DType::kFloat32})
-      for (const Reduction reduction : {Reduction::kSum, Reduction::kAvg, Reduction::kMax})
-        for (const std::size_t num_elems : {std::size_t{77}, std::size_t{13'001}})
-          for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduceScatter})
-            cases.push_back({.op = op,
-                             .dtype = dtype,
-                             .reduction = reduction,
-                             .algorithm = Algorithm::kTwoShot,
-                             .num_elems = num_elems,
-                             .is_in_place = op == OpKind::kAllReduce && salt % 2 == 0,
-                             .salt = ++salt});
-    run_cases(world_size, 2, kHasThreadSanitizer ? 2 : 3, cases);
-  }
+  for (const int world_size : {1, 2, 4, 5, 8, 9})
+    run_cases(world_size, 2, kHasThreadSanitizer ? 2 : 3,
+              {{.counts = {77, 13'001},
+                .ops = {OpKind::kAllReduce, OpKind::kReduceScatter},
+                .algorithms = {Algorithm::kTwoShot},
+                .dtypes = {DType::kBFloat16, DType::kFloat32},
+                .reductions = {Reduction::kSum, Reduction::kAvg, Reduction::kMax},
+                .in_place = {}}});
 }
 
 TEST_CASE("kernels: ranks that take turns do a step at a time") {
-  std::uint32_t salt = 0;
-  std::vector<Case> cases;
-  for (const std::size_t num_elems : {std::size_t{5}, std::size_t{30'000}})
-    for (const OpKind op :
-         {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-          OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
-      cases.push_back({.op = op,
-                       .dtype = reduces(op) ? DType::kFloat32 : DType::kByte,
-                       .root = rooted(op) ? 1 : -1,
-                       .num_elems = num_elems,
-                       .salt = ++salt});
-  GpuRanks ranks(3, facts_of(3, 2), 2);
-  run_threads(3, [&](int rank) {
-    for (const Case& c : cases) ranks.run_case(rank, c, true);
-  });
+  run_cases(3, 2, 2, every_op({5, 30'000}, {false}), /*takes_turns=*/true);
 }
 
-// Packets are also tested with data of different lengths, so that some data never arrives.
-void meet_another_call(Algorithm algorithm) {
-  CAPTURE(static_cast<int>(algorithm));
-  GpuRanks ranks(2, facts_of(2, 2), 2);
+// The first of two ranks makes `first`, and the other one `second`: both stop with the other's
+// header.
+void meet_another_call(const Case& first, const Case& second, bool lends) {
+  CAPTURE(first.to_text());
+  GpuRanks ranks(2, facts_of(2, lends ? 3 : 2), 2);
   run_threads(2, [&](int rank) {
-    const Case c{.dtype = rank == 0 ? DType::kFloat32 : DType::kInt32,
-                 .algorithm = algorithm,
-                 .num_elems = algorithm == Algorithm::kOneShot && rank == 1 ? 3u : 500u,
-                 .salt = 2};
-    CaseBuffers buffers(c, rank, 2);
+    CaseBuffers buffers(rank == 0 ? first : second, rank, 2);
     const oracle::Bytes before = buffers.result();
-    ranks.run(rank, buffers.call());
+    ranks.run(rank, buffers.call(), lends);
     const cuda::Control& control = ranks.control(rank);
     expect(control.stop == cuda::kMismatch && control.peer == 1 - rank, "a mismatch");
     const CallHeader theirs = cuda::from_words(control.theirs);
-    expect(theirs.dtype == (rank == 0 ? DType::kInt32 : DType::kFloat32), "the other's header");
+    expect(theirs.dtype == (rank == 0 ? second : first).dtype, "the other's header");
     expect(buffers.result() == before, "an output that nothing was written to");
   });
 }
 
 TEST_CASE("kernels: a different call is reported to the host with both headers") {
-  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
-    meet_another_call(algorithm);
+  for (const Algorithm algorithm : kAlgorithms) {
+    const Case c{.algorithm = algorithm, .num_elems = 500, .salt = 2};
+    Case other = c;
+    other.dtype = DType::kInt32;
+    meet_another_call(c, other, false);
+    // Packets, also with data of different lengths, so that some never arrives.
+    if (algorithm == Algorithm::kOneShot) other.num_elems = 3;
+    meet_another_call(c, other, false);
+  }
+  // Of lent buffers none is accessed before.
+  const Case c{.op = OpKind::kReduceScatter, .num_elems = 42'500, .salt = 2};
+  Case other = c;
+  other.dtype = DType::kInt32;
+  meet_another_call(c, other, true);
 }
 
 TEST_CASE("kernels: a rank that does not arrive is a timeout that names it, in all algorithms") {
-  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
-    GpuRanks ranks(3, facts_of(3, 2), 2);
+  std::vector<Case> cases = {{.op = OpKind::kReduceScatter, .num_elems = 42'500},
+                             {.op = OpKind::kAllGather, .num_elems = 42'500}};
+  for (const Algorithm algorithm : kAlgorithms)
+    cases.push_back({.algorithm = algorithm, .num_elems = 9000});
+  for (const Case& c : cases) {
+    const bool lends = c.op != OpKind::kAllReduce;
+    GpuRanks ranks(3, facts_of(3, lends ? 3 : 2), 2);
     ranks.timeout = std::chrono::seconds(1);
     std::latch start(2);  // of the two that do arrive none is late
     run_threads(2, [&](int rank) {
-      const Case c{.algorithm = algorithm, .num_elems = 9000};
       CaseBuffers buffers(c, rank, 3);
       start.arrive_and_wait();
-      ranks.run(rank, buffers.call());
+      ranks.run(rank, buffers.call(), lends);
       expect(ranks.control(rank).stop == static_cast<std::uint32_t>(WaitStatus::kTimeout),
              "a time-out");
       expect(ranks.control(rank).peer == 2, "the rank that is missing");

@@ -2,8 +2,6 @@
 // synchronizations, and what the others do. ThreadSanitizer checks the accesses.
 #include <array>
 #include <cstdint>
-#include <latch>
-#include <string>
 #include <vector>
 
 #include "core/chunk_layout.h"
@@ -72,42 +70,38 @@ void run_lenders(GpuRanks& ranks, int world_size, const Case& c) {
 TEST_CASE("lent buffers: every op uses them if all ranks lend, and stages otherwise") {
   for (const int world_size : {2, 3}) {
     GpuRanks ranks(world_size, facts_of(world_size), 2);
-    std::uint32_t salt = 0;
-    for (const OpKind op :
-         {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kAllReduce, OpKind::kReduce,
-          OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
+    for (const OpKind op : kAllOps)
       for (const bool is_in_place : {false, true})
-        run_lenders(ranks, world_size,
-                    {.op = op,
-                     .dtype = !reduces(op)  ? DType::kByte
-                              : is_in_place ? DType::kInt32
-                                            : DType::kBFloat16,
-                     .algorithm = op == OpKind::kAllReduce ? Algorithm::kTwoShot : Algorithm::kAuto,
-                     .root = rooted(op) ? kRoot : -1,
-                     .num_elems = kManyElems / (reduces(op) ? 2 : 1),
-                     .is_in_place = is_in_place,
-                     .salt = ++salt});
+        for (const Case& c : CaseTable{.counts = {kManyElems / (reduces(op) ? 2 : 1)},
+                                       .ops = {op},
+                                       .algorithms = {Algorithm::kTwoShot},
+                                       .dtypes = {!reduces(op)  ? DType::kByte
+                                                  : is_in_place ? DType::kInt32
+                                                                : DType::kBFloat16},
+                                       .in_place = {is_in_place},
+                                       .root = kRoot}
+                                 .of(world_size))
+          run_lenders(ranks, world_size, c);
   }
 }
 
 TEST_CASE("lent buffers: shards of different sizes, some of none") {
-  std::uint32_t salt = 0;
   for (const int world_size : {2, 4}) {
     GpuRanks ranks(world_size, facts_of(world_size), 2);
-    for (const std::size_t num_elems : {std::size_t{3}, std::size_t{40'000}})
-      for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
-                              OpKind::kScatter, OpKind::kAllToAll})
-        for (int i = 0; i < 4; ++i) {
-          const Case c{.op = op,
-                       .dtype = reduces(op) ? DType::kBFloat16 : DType::kByte,
-                       .root = rooted(op) ? kRoot : -1,
-                       .num_elems = num_elems,
-                       .salt = ++salt,
-                       .is_uneven = true};
-          run_threads(world_size, [&](int rank) {
-            ranks.run_case(rank, c, false, /*lends=*/i < 3 || rank != 0);
-          });
-        }
+    for (const DType dtype : {DType::kBFloat16, DType::kByte}) {
+      int num_run = 0;
+      for (const Case& c : CaseTable{.counts = {3, 4, 5, 6, 40'000, 40'001, 40'002, 40'003},
+                                     .dtypes = {dtype},
+                                     .in_place = {false},
+                                     .uneven = {true},
+                                     .root = kRoot}
+                               .of(world_size)) {
+        if (reduces(c.op) == (dtype == DType::kByte)) continue;
+        const bool all_lend = ++num_run % 4 != 0;
+        run_threads(world_size,
+                    [&](int rank) { ranks.run_case(rank, c, false, all_lend || rank != 0); });
+      }
+    }
   }
 }
 
@@ -180,37 +174,6 @@ TEST_CASE(
   CHECK(lends(OpKind::kAllGather, 100, apart, apart + 100) == cuda::Lends::kNo);
   CHECK(lends(OpKind::kBroadcast, kManyElems, apart, nullptr) == cuda::Lends::kNothing);
   CHECK(lends(OpKind::kAllToAll, kManyElems, apart, begin + kManyElems) == cuda::Lends::kNo);
-}
-
-TEST_CASE("lent buffers: a different call is detected before any of them is accessed") {
-  GpuRanks ranks(2, facts_of(2), 2);
-  run_threads(2, [&](int rank) {
-    const Case c{.op = OpKind::kReduceScatter,
-                 .dtype = rank == 0 ? DType::kFloat32 : DType::kInt32,
-                 .num_elems = kManyElems / 4,
-                 .salt = 2};
-    CaseBuffers buffers(c, rank, 2);
-    const oracle::Bytes before = buffers.result();
-    ranks.run(rank, buffers.call(), /*lends=*/true);
-    expect(ranks.control(rank).stop == cuda::kMismatch, "a mismatch");
-    expect(buffers.result() == before, "an output that nothing was written to");
-  });
-}
-
-TEST_CASE("lent buffers: a rank that does not arrive is a timeout that names it") {
-  for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather}) {
-    GpuRanks ranks(3, facts_of(3), 2);
-    ranks.timeout = std::chrono::seconds(1);
-    std::latch start(2);  // of the two that do arrive none is late
-    run_threads(2, [&](int rank) {
-      CaseBuffers buffers({.op = op, .num_elems = kManyElems / 4}, rank, 3);
-      start.arrive_and_wait();
-      ranks.run(rank, buffers.call(), /*lends=*/true);
-      expect(ranks.control(rank).stop == static_cast<std::uint32_t>(WaitStatus::kTimeout),
-             "a time-out");
-      expect(ranks.control(rank).peer == 2, "the rank that is missing");
-    });
-  }
 }
 
 }  // namespace

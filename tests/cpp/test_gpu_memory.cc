@@ -1,6 +1,5 @@
 // How the threads of a block of a GPU move bytes together.
 #include <cstdint>
-#include <numeric>
 #include <vector>
 
 #include "cuda/kernels/memory.h"

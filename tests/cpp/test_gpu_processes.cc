@@ -9,6 +9,7 @@
 #include <fstream>
 #include <string>
 
+#include "children.h"
 #include "cuda/collectives/ipc_transport.h"
 #include "cuda/driver/driver.h"
 #include "folder_store.h"
@@ -77,14 +78,8 @@ TEST_CASE("child: sums of a rank" * doctest::skip()) {
   setenv("ASAN_OPTIONS", "detect_leaks=0", 1);
   if (::unshare(CLONE_NEWPID) != 0) ::_exit(kCannotUnshareProcesses);
   const pid_t pid = ::fork();
-  if (pid == 0) {
-    ::execl("/proc/self/exe", "ringcomm_tests", "--no-skip", "--test-case=child: sums of a rank",
-            nullptr);
-    ::_exit(127);
-  }
-  int status = 0;
-  const bool has_ended = ::waitpid(pid, &status, 0) == pid && WIFEXITED(status);
-  ::_exit(has_ended ? WEXITSTATUS(status) : 1);
+  if (pid == 0) become_case("--test-case=child: sums of a rank");
+  ::_exit(end_of(pid));
 }
 
 TEST_CASE("gpu processes: ranks with equal pids use each other's memory, not their own") {
@@ -99,13 +94,11 @@ TEST_CASE("gpu processes: ranks with equal pids use each other's memory, not the
     if (children[rank] == 0) become_rank(rank, folder, image);
   }
   for (const pid_t child : children) {
-    int status = 0;
-    REQUIRE(::waitpid(child, &status, 0) == child);
-    REQUIRE(WIFEXITED(status));
-    if (WEXITSTATUS(status) == kCannotUnshareProcesses)
+    const int status = end_of(child);
+    if (status == kCannotUnshareProcesses)
       MESSAGE("skipped: this user may not make PID namespaces");
     else
-      CHECK(WEXITSTATUS(status) == 0);
+      CHECK(status == 0);
   }
   std::filesystem::remove_all(folder);
 }

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <fstream>
 #include <string>
 
 #include "collective_case.h"
@@ -42,10 +41,7 @@ class Rank {
         guard_(0),
         transport_(cuda::IpcTransport::make(communicator, 0,
                                             {.timeout = timeout, .is_interrupted = {}},
-                                            [this](const std::string& text) {
-                                              const std::lock_guard lock(mutex_);
-                                              report_ = text;
-                                            })) {
+                                            [](const std::string&) {})) {
     cuda::check(cuda::driver().stream_create(&stream_, cuda::kStreamNonBlocking), "make a stream");
   }
   ~Rank() {
@@ -53,8 +49,6 @@ class Rank {
     cuda::driver().stream_destroy(stream_);
   }
 
-  cuda::IpcTransport& transport() { return *transport_; }
-  cuda::StreamHandle stream() const { return stream_; }
   void start(Collective call) {
     call.set_number(0, communicator_.world_size());
     transport_->plan(call);
@@ -68,16 +62,15 @@ class Rank {
     communicator_.failure().rethrow_if_any();
     buffers.check();
   }
-  std::string report() {
-    const std::lock_guard lock(mutex_);
-    return report_;
+  /// Of the group, in which the watchdog finds the kernels'.
+  Error failure() {
+    wait_until([&] { return communicator_.failure().has_failed(); }, "the failure");
+    return testing::error_of([&] { communicator_.failure().rethrow_if_any(); });
   }
 
  private:
   Communicator& communicator_;
   cuda::ContextGuard guard_;
-  std::mutex mutex_;
-  std::string report_;
   cuda::StreamHandle stream_ = nullptr;
   std::unique_ptr<cuda::IpcTransport> transport_;
 };
@@ -86,16 +79,10 @@ TEST_CASE("gpu transport: every op on the emulated device") {
   use_emulator();
   run_ranks(2, [](Communicator& communicator) {
     Rank rank(communicator);
-    std::uint32_t salt = 0;
-    for (const std::size_t num_elems : {std::size_t{0}, std::size_t{77}, std::size_t{100'000}})
-      for (const OpKind op :
-           {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-            OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
-        rank.run_case({.op = op,
-                       .dtype = reduces(op) ? DType::kFloat32 : DType::kByte,
-                       .root = rooted(op) ? 1 : -1,
-                       .num_elems = num_elems,
-                       .salt = ++salt});
+    for (const DType dtype : {DType::kFloat32, DType::kByte})
+      for (const Case& c :
+           CaseTable{.counts = {0, 77, 100'000}, .dtypes = {dtype}, .in_place = {false}}.of(2))
+        if (reduces(c.op) == (dtype == DType::kFloat32)) rank.run_case(c);
   });
 }
 
@@ -107,14 +94,15 @@ TEST_CASE("gpu transport: all_reduces that come again use their plans with other
     Rank rank(communicator);
     std::uint32_t salt = 0;
     for (int round = 0; round < 3; ++round)
-      for (const DType dtype : {DType::kFloat32, DType::kInt64})
-        for (const Reduction reduction : {Reduction::kSum, Reduction::kMax})
-          for (std::size_t num_elems = 1; num_elems < 200'000; num_elems *= 7)
-            rank.run_case({.op = OpKind::kAllReduce,
-                           .dtype = dtype,
-                           .reduction = reduction,
-                           .num_elems = num_elems,
-                           .salt = ++salt});
+      for (Case c : CaseTable{.counts = {1, 7, 49, 343, 2401, 16'807, 117'649},
+                              .ops = {OpKind::kAllReduce},
+                              .dtypes = {DType::kFloat32, DType::kInt64},
+                              .reductions = {Reduction::kSum, Reduction::kMax},
+                              .in_place = {false}}
+                        .of(2)) {
+        c.salt = ++salt;
+        rank.run_case(c);
+      }
   });
 }
 
@@ -126,16 +114,7 @@ TEST_CASE("gpu transport: calls that take other ways through the kernels are a m
     CaseBuffers buffers(c, communicator.rank(), 2);
     rank.start(buffers.call());
     rank.finish();  // the kernels have failed
-    for (int i = 0; i < 1000 && !communicator.failure().has_failed(); ++i) usleep(5000);
-    try {
-      communicator.failure().rethrow_if_any();
-      expect(false, "an error");
-    } catch (const Error& error) {
-      const std::string text = error.what();
-      expect(error.info().kind == ErrorKind::kMismatch, "a mismatch, got " + text);
-      expect(text.find("40 bytes") != std::string::npos, "one call in " + text);
-      expect(text.find("400000 bytes") != std::string::npos, "the other in " + text);
-    }
+    expect_error(rank.failure(), ErrorKind::kMismatch, {"40 bytes", "400000 bytes"});
   });
 }
 
@@ -144,21 +123,15 @@ TEST_CASE("gpu transport: a rank that does not come is a time-out that names it"
   run_ranks(2, [](Communicator& communicator) {
     Rank rank(communicator, std::chrono::milliseconds(300));
     if (communicator.rank() == 0) {
-      const Case c{.num_elems = 1000};
-      CaseBuffers buffers(c, 0, 2);
+      CaseBuffers buffers({.num_elems = 1000}, 0, 2);
       rank.start(buffers.call());
       rank.finish();
-      for (int i = 0; i < 1000 && !communicator.failure().has_failed(); ++i) usleep(5000);
-    }
-    while (communicator.group_state()->state_of(1 - communicator.rank()) != WaitStatus::kAborted)
-      usleep(5000);
-    if (communicator.rank() == 1) return;
-    try {
-      communicator.failure().rethrow_if_any();
-      expect(false, "an error");
-    } catch (const Error& error) {
+      const Error error = rank.failure();
       expect(error.info().kind == ErrorKind::kTimeout && error.info().rank == 1, error.what());
     }
+    const GroupState& members = *communicator.group_state();
+    wait_until([&] { return members.state_of(1 - communicator.rank()) == WaitStatus::kAborted; },
+               "the group's end");
   });
 }
 

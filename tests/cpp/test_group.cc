@@ -12,14 +12,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <iterator>
 #include <memory>
 #include <set>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
+#include "children.h"
 #include "core/annotations.h"
 #include "folder_store.h"
 #include "host/fd.h"
@@ -67,17 +66,28 @@ using testing::error_of;
 using testing::expect;
 using testing::expect_error;
 using testing::MemoryStore;
+using testing::num_entries;
 using testing::run_threads;
 
 constexpr int kCannotUnshare = 77;
 
-std::size_t num_entries(const char* directory) {
-  return static_cast<std::size_t>(
-      std::distance(std::filesystem::directory_iterator(directory), {}));
-}
-
 GroupTerms identity(int rank, int world_size, const std::string& options = "o=1") {
   return {.rank = rank, .world_size = world_size, .options = options};
+}
+
+Group make_group(KeyValueStore& store, const GroupTerms& terms,
+                 milliseconds timeout = testing::kBound, const SegmentConfig& config = {}) {
+  return testing::make_group(store, terms, config, timeout);
+}
+
+/// Waits until every rank has come to this place, with the same value.
+void meet(MemoryStore& store, int rank, int world_size, const std::string& place = "met",
+          const std::string& value = "") {
+  store.set(place + std::to_string(rank), value);
+  std::string theirs;
+  for (int peer = 0; peer < world_size; ++peer)
+    expect(store.get(place + std::to_string(peer), testing::kBound, theirs) && theirs == value,
+           "all ranks have one value");
 }
 
 // Of a group of two of this process, which offers no memory.
@@ -126,20 +136,11 @@ TEST_CASE("child: ranks whose sockets do not reach each other" * doctest::skip()
 
 #if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program
 TEST_CASE("machines with one identity are told apart by their sockets") {
-  const pid_t pid = ::fork();
-  if (pid == 0) {
-    ::execl("/proc/self/exe", "ringcomm_tests", "--no-skip", "--test-case=child: ranks whose*",
-            nullptr);
-    ::_exit(127);
-  }
-  int status = 0;
-  REQUIRE(::waitpid(pid, &status, 0) == pid);
-  REQUIRE(WIFEXITED(status));
-  if (WEXITSTATUS(status) == kCannotUnshare) {
+  const int status = testing::status_of_case("--test-case=child: ranks whose*");
+  if (status == kCannotUnshare)
     MESSAGE("skipped: this user may not make network namespaces");
-    return;
-  }
-  CHECK(WEXITSTATUS(status) == 0);
+  else
+    CHECK(status == 0);
 }
 #endif
 
@@ -168,19 +169,14 @@ int ranks_per_core_of_processes(const std::vector<int>& cores_of_ranks) {
     }
     testing::FolderStore store(folder, [] {});
     try {
-      const Group group =
-          testing::make_group(store, identity(rank, world_size), {}, testing::kBound);
+      const Group group = make_group(store, identity(rank, world_size));
       ::_exit(CoreShare::most_ranks_per_core());
     } catch (const std::exception&) {
       ::_exit(104);
     }
   }
   std::vector<int> codes;
-  for (const pid_t pid : pids) {
-    int status = 0;
-    REQUIRE(::waitpid(pid, &status, 0) == pid);
-    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -1);
-  }
+  for (const pid_t pid : pids) codes.push_back(testing::end_of(pid));
   std::filesystem::remove_all(folder);
   for (const int code : codes) REQUIRE((code > 0 && code < 100));
   for (const int code : codes) CHECK(code == codes.front());
@@ -226,8 +222,7 @@ TEST_CASE("an idle group returns its data's pages when no peer can read them") {
   MemoryStore store;
   std::vector<std::unique_ptr<Group>> groups(3);
   run_threads(3, [&](int rank) {
-    groups[static_cast<std::size_t>(rank)].reset(
-        new Group(testing::make_group(store, identity(rank, 3), {}, testing::kBound)));
+    groups[static_cast<std::size_t>(rank)].reset(new Group(make_group(store, identity(rank, 3))));
   });
   Group& own = *groups[0];
   const auto middle = [&](int rank) -> std::byte& {
@@ -270,7 +265,7 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
   MemoryStore store;
   std::atomic<int> num_left = 0;
   run_threads(3, [&](int rank) {
-    Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
+    Group group = make_group(store, identity(rank, 3));
     expect(group.process_of((rank + 1) % 3).pid == ::getpid(), "the peer's pid");
     GroupWait scope(group);
     HostArch arch(scope, 0);
@@ -296,39 +291,42 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
   CHECK(num_left == 3);
 }
 
-TEST_CASE("different options are a mismatch on every rank, with both texts") {
-  MemoryStore store;
-  std::atomic<int> num_errors = 0;
-  run_threads(4, [&](int rank) {
-    const std::string mine = rank == 2 ? "num_slots=3" : "num_slots=2";
-    const Error error = error_of(
-        [&] { testing::make_group(store, identity(rank, 4, mine), {}, milliseconds(20'000)); });
-    expect_error(error, ErrorKind::kMismatch, {"{num_slots=2}", "{num_slots=3}", "rank 2"});
-    ++num_errors;
-  });
-  CHECK(num_errors == 4);
+// Groups of other ranks under one name: https://github.com/pytorch/pytorch/issues/130102, where
+// they are connected.
+TEST_CASE("ranks that are told different things about their group get both texts, on every rank") {
+  const auto expect_both = [](int world_size, const auto& terms_of, ErrorKind kind,
+                              const std::vector<std::string>& texts) {
+    MemoryStore store;
+    run_threads(world_size, [&](int rank) {
+      expect_error(error_of([&] { make_group(store, terms_of(rank)); }), kind, texts);
+    });
+  };
+  expect_both(4,
+              [](int rank) { return identity(rank, 4, rank == 2 ? "num_slots=3" : "num_slots=2"); },
+              ErrorKind::kMismatch, {"{num_slots=2}", "{num_slots=3}", "rank 2"});
+  expect_both(2,
+              [](int rank) {
+                GroupTerms mine = identity(rank, 2);
+                mine.global_ranks = {rank == 0 ? 0U : 1U, rank == 0 ? 3U : 2U};
+                return mine;
+              },
+              ErrorKind::kMismatch, {"groups of different ranks", "{0, 3}", "{1-2}"});
+  expect_both(2,
+              [](int rank) {
+                GroupTerms mine = identity(rank, 2);
+                mine.host_id = rank == 0 ? "here" : "elsewhere";
+                mine.is_one_host = true;
+                return mine;
+              },
+              ErrorKind::kSystem, {"share no memory", "[here]", "[elsewhere]"});
 }
 
 TEST_CASE("different numbers of ranks are a mismatch that says both") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
-    const Error error = error_of(
-        [&] { testing::make_group(store, identity(rank, 2 + rank), {}, milliseconds(20'000)); });
-    const std::string both = rank == 0 ? "2 and 3 ranks" : "3 and 2 ranks";
-    expect_error(error, ErrorKind::kMismatch, {both, "the same world size"});
-  });
-}
-
-// Reported at https://github.com/pytorch/pytorch/issues/130102, where such groups are connected.
-// https://github.com/pytorch/pytorch/issues/130102
-TEST_CASE("groups of other ranks under one name are a mismatch that says both") {
-  MemoryStore store;
-  run_threads(2, [&](int rank) {
-    GroupTerms mine = identity(rank, 2);
-    mine.global_ranks =
-        rank == 0 ? std::vector<std::uint64_t>{0, 3} : std::vector<std::uint64_t>{1, 2};
-    expect_error(error_of([&] { testing::make_group(store, mine, {}, testing::kBound); }),
-                 ErrorKind::kMismatch, {"groups of different ranks", "{0, 3}", "{1-2}"});
+    expect_error(error_of([&] { make_group(store, identity(rank, 2 + rank)); }),
+                 ErrorKind::kMismatch,
+                 {rank == 0 ? "2 and 3 ranks" : "3 and 2 ranks", "the same world size"});
   });
 }
 
@@ -336,8 +334,7 @@ TEST_CASE("a rank that the default group numbers otherwise is named by both numb
   MemoryStore store;
   GroupTerms mine = identity(1, 4);
   mine.global_ranks = {4, 5, 6, 9};
-  expect_error(error_of([&] { testing::make_group(store, mine, {}, milliseconds(20)); }),
-               ErrorKind::kTimeout,
+  expect_error(error_of([&] { make_group(store, mine, milliseconds(20)); }), ErrorKind::kTimeout,
                {"ringcomm rank 1/4 (global rank 5): ",
                 "ranks 0, 2 and 3 of the group (global ranks 4, 6 and 9) did not join"});
 }
@@ -358,7 +355,7 @@ TEST_CASE("a rank that fails to make a group is heard by all others, and they ma
         rendezvous.report_failure(Error({.kind = ErrorKind::kSystem, .rank = rank}, "no room"));
         return;
       }
-      const Error error = error_of([&] { testing::make_group(store, mine, {}, testing::kBound); });
+      const Error error = error_of([&] { make_group(store, mine); });
       expect_error(error, ErrorKind::kSystem, {"rank " + std::to_string(2 - attempt), "no room"});
       expect(error.info().rank == 2 - attempt, "the rank that has failed to be blamed");
     });
@@ -368,39 +365,24 @@ TEST_CASE("a rank that fails to make a group is heard by all others, and they ma
     std::this_thread::sleep_for(milliseconds(rank * 50));
     GroupTerms mine = identity(rank, 3);
     mine.global_ranks = {3, 1, 2};
-    const Group group = testing::make_group(store, mine, {}, testing::kBound);
-    store.set("made" + std::to_string(rank), "");
-    std::string ignored;
-    for (int peer = 0; peer < 3; ++peer)
-      expect(store.get("made" + std::to_string(peer), testing::kBound, ignored), "a peer");
+    const Group group = make_group(store, mine);
+    meet(store, rank, 3);
   });
 }
 
-TEST_CASE("a rank that does not come is a time-out that names it") {
-  MemoryStore store;
-  std::atomic<int> num_here = 0;
-  run_threads(3, [&](int rank) {  // the fourth is missing: rank 3
-    ++num_here;                   // one that came after another's time-out would name that one
-    testing::wait_until([&] { return num_here == 3; }, "the other threads");
-    const Error error =
-        error_of([&] { testing::make_group(store, identity(rank, 4), {}, milliseconds(3000)); });
-    expect_error(error, ErrorKind::kTimeout, {"rank 3 did not join", "3000 ms", "start 4 ranks"});
-    expect(error.info().rank == 3, "the missing rank");
-  });
-}
-
-TEST_CASE("a missing rank 0 is named alone, and so is a rank that comes to nobody else") {
-  for (const int missing : {0, 2}) {
+TEST_CASE("a rank that does not come is a time-out that names it, and it alone") {
+  for (const int missing : {0, 2, 4}) {
     MemoryStore store;
     std::atomic<int> num_here = 0;
     run_threads(5, [&](int rank) {
       if (rank == missing) return;
-      ++num_here;
+      ++num_here;  // one that came after another's time-out would name that one
       testing::wait_until([&] { return num_here == 4; }, "the other threads");
       const Error error =
-          error_of([&] { testing::make_group(store, identity(rank, 5), {}, milliseconds(3000)); });
+          error_of([&] { make_group(store, identity(rank, 5), milliseconds(3000)); });
       expect_error(error, ErrorKind::kTimeout,
-                   {"rank " + std::to_string(missing) + " did not join the group in 3000 ms"});
+                   {"rank " + std::to_string(missing) + " did not join the group in 3000 ms",
+                    "start 5 ranks"});
       expect(error.info().rank == missing, "the missing rank");
     });
   }
@@ -445,15 +427,6 @@ class CountingStore final : public KeyValueStore {
   std::set<std::string> entries_;  // asked for
 };
 
-/// Waits until every rank has come here, with the same value.
-void meet(MemoryStore& store, int rank, int world_size, const std::string& value) {
-  store.set("met" + std::to_string(rank), value);
-  std::string theirs;
-  for (int peer = 0; peer < world_size; ++peer)
-    expect(store.get("met" + std::to_string(peer), testing::kBound, theirs) && theirs == value,
-           "all ranks have one value");
-}
-
 // Of Gloo: 0.4 s for 2 ranks and 15.8 s for 16, https://github.com/horovod/horovod/issues/3556; and
 // no group of more than 150 ranks, https://github.com/pytorch/pytorch/issues/59256.
 TEST_CASE("ranks find each other in a number of requests that grows as theirs") {
@@ -468,7 +441,7 @@ TEST_CASE("ranks find each other in a number of requests that grows as theirs") 
       expect(peer_table.num_ranks_on(0) == world_size, "all ranks on this host");
       for (int peer = 0; peer < world_size; ++peer)
         expect(rendezvous.record_of(peer).pid == ::getpid(), "each peer's record");
-      meet(store, rank, world_size, "");
+      meet(store, rank, world_size);
     });
     // Of each rank: how often it has tried, its record, rank 0's two looks at it, its at rank 0 and
     // at the table.
@@ -488,7 +461,7 @@ TEST_CASE("ranks make a group over messages in a number of requests that grows a
       Rendezvous rendezvous(counting, terms, testing::kBound);
       rendezvous.find_ranks();
       const MessageGroup members(counting, rendezvous);
-      meet(store, rank, world_size, members.key());
+      meet(store, rank, world_size, "met", members.key());
     });
     // Those above; of each rank its name, its entry and all of them; of rank 0, for each rank, its
     // record and its entry twice, and its name. A busy machine adds looks at up to 16 records.
@@ -501,14 +474,8 @@ TEST_CASE("a table of an earlier group of the same ranks is not taken for this o
   for (int turn = 0; turn < 2; ++turn)
     run_threads(3, [&](int rank) {
       if (rank == 0) std::this_thread::sleep_for(milliseconds(50));
-      const Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
-      const std::string made = "made" + std::to_string(turn) + "/";
-      std::string ignored;
-      store.set(made + std::to_string(rank), group.key());
-      for (int peer = 0; peer < 3; ++peer)
-        expect(store.get(made + std::to_string(peer), testing::kBound, ignored) &&
-                   ignored == group.key(),
-               "one memory");
+      const Group group = make_group(store, identity(rank, 3));
+      meet(store, rank, 3, "made" + std::to_string(turn) + "/", group.key());
     });
 }
 
@@ -520,7 +487,7 @@ TEST_CASE("two processes with one rank get an error that says so") {
       store.set("ringcomm/rank/0", "of another process");
     });
     try {
-      testing::make_group(store, identity(0, 2), {}, milliseconds(1000));
+      make_group(store, identity(0, 2), milliseconds(1000));
     } catch (...) {
       twin.join();
       throw;
@@ -535,50 +502,37 @@ TEST_CASE("two processes with one rank get an error that says so") {
 TEST_CASE("a wait that takes too long blames the rank that has published least") {
   MemoryStore store;
   run_threads(3, [&](int rank) {
-    Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
+    Group group = make_group(store, identity(rank, 3));
     GroupWait scope(group);
     HostArch arch(scope, 0);
     Board<HostArch> board(arch, group.board(), rank);
-    std::string ignored;
     if (rank < 2) board.publish();
-    store.set("published" + std::to_string(rank), "");
-    for (int peer = 0; peer < 3; ++peer)
-      expect(store.get("published" + std::to_string(peer), testing::kBound, ignored), "a peer");
+    meet(store, rank, 3, "published");
     if (rank == 0) {
       const WaitLimits limits = testing::within(milliseconds(1));
       scope.begin(limits);
       testing::wait_until([&] { return scope.check(1) == WaitStatus::kTimeout; }, "a time-out");
       expect(scope.awaited_peer() == 2, "rank 2 to be blamed");
     }
-    store.set("over" + std::to_string(rank), "");
-    expect(store.get("over0", testing::kBound, ignored), "rank 0");
+    meet(store, rank, 3, "over");
   });
 }
 
 // A store whose process is asked to stop after a while.
-class InterruptedStore final : public KeyValueStore {
+class InterruptedStore final : public testing::ForwardingStore {
  public:
-  InterruptedStore(MemoryStore& whole, milliseconds delay) : whole_(whole), delay_(delay) {}
-  bool is_interrupted() override { return std::chrono::steady_clock::now() > begin_ + delay_; }
-  void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
-  std::optional<std::string> try_get(const std::string& key) override {
-    return whole_.try_get(key);
-  }
-  void set_first(const std::string& key, const std::string& value) override {
-    whole_.set_first(key, value);
-  }
-  std::unique_ptr<KeyValueStore> clone() override { return whole_.clone(); }
+  InterruptedStore(MemoryStore& whole, milliseconds delay)
+      : ForwardingStore(whole), end_(std::chrono::steady_clock::now() + delay) {}
+  bool is_interrupted() override { return std::chrono::steady_clock::now() > end_; }
 
  private:
-  MemoryStore& whole_;
-  milliseconds delay_;
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point end_;
 };
 
 TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
   const auto expect_interrupted = [](KeyValueStore& store, int rank) {
-    const Error error = error_of(
-        [&] { testing::make_group(store, identity(rank, 2), {}, std::chrono::minutes(30)); });
+    const Error error =
+        error_of([&] { make_group(store, identity(rank, 2), std::chrono::minutes(30)); });
     expect_error(error, ErrorKind::kInterrupted, {"interrupted by a signal"});
   };
   {
@@ -618,9 +572,7 @@ TEST_CASE("a rank that ends before it has answered is named at once") {
   RankRecord record = record_of_rank_0();
   record.bootstrap_address = name;
   store.set("ringcomm/rank/0", record.to_text());
-  const auto make = [&] {
-    return error_of([&] { testing::make_group(store, identity(1, 2), {}, testing::kBound); });
-  };
+  const auto make = [&] { return error_of([&] { make_group(store, identity(1, 2)); }); };
   SUBCASE("as soon as the other rank has connected") {
     test_step = [](const char* what) {
       if (std::string(what) == "before a request") listener.reset();
@@ -641,30 +593,6 @@ TEST_CASE("a rank that ends before it has answered is named at once") {
   }
 }
 
-TEST_CASE("ranks on different hosts get an error that says so") {
-  MemoryStore store;
-  run_threads(2, [&](int rank) {
-    GroupTerms mine = identity(rank, 2);
-    mine.host_id = rank == 0 ? "here" : "elsewhere";
-    mine.is_one_host = true;
-    expect_error(error_of([&] { testing::make_group(store, mine, {}, testing::kBound); }),
-                 ErrorKind::kSystem, {"share no memory", "here", "elsewhere"});
-  });
-}
-
-TEST_CASE("a record of an earlier group in the same store is waited out") {
-  MemoryStore store;
-  store.set("ringcomm/rank/0", record_of_rank_0().to_text());
-  run_threads(2, [&](int rank) {
-    if (rank == 0) std::this_thread::sleep_for(milliseconds(50));
-    const Group group = testing::make_group(store, identity(rank, 2), {}, testing::kBound);
-    std::string ignored;
-    expect(group.state_of(1 - rank) == WaitStatus::kNone, "the peer of this group");
-    store.set("joined" + std::to_string(rank), "");
-    expect(store.get("joined" + std::to_string(1 - rank), testing::kBound, ignored), "the other");
-  });
-}
-
 // A record whose process has ended: no bootstrap has that name.
 RankRecord record_of_ended(int world_size) {
   RankRecord record = record_of_rank_0();
@@ -680,36 +608,55 @@ TEST_CASE("what is there at a rank's first look is of an earlier group, however 
   timed_out.written_ms = time_ms();
   RankRecord failed = record_of_ended(2);
   failed.failure = {.kind = ErrorKind::kSystem, .origin = 0, .culprit = 0, .text = "no room"};
-  for (const RankRecord& old : {record_of_ended(2), record_of_ended(3), timed_out, failed}) {
+  for (const RankRecord& old :
+       {record_of_rank_0(), record_of_ended(2), record_of_ended(3), timed_out, failed}) {
     MemoryStore store;
     store.set("ringcomm/rank/0", old.to_text());
     run_threads(2, [&](int rank) {
       // Longer than a new record is unverified.
       if (rank == 0) std::this_thread::sleep_for(milliseconds(1300));
-      const Group group = testing::make_group(store, identity(rank, 2), {}, testing::kBound);
-      std::string ignored;
-      store.set("made" + std::to_string(rank), "");
-      expect(store.get("made" + std::to_string(1 - rank), testing::kBound, ignored), "the peer");
+      const Group group = make_group(store, identity(rank, 2));
+      expect(group.state_of(1 - rank) == WaitStatus::kNone, "the peer of this group");
+      meet(store, rank, 2);
     });
   }
 }
 
-TEST_CASE("a time-out has what the record of the missing rank says") {
-  MemoryStore store;
-  store.set("ringcomm/rank/1", record_of_ended(3).to_text());
-  expect_error(
-      error_of([&] { testing::make_group(store, identity(0, 2), {}, milliseconds(200)); }),
-      ErrorKind::kTimeout,
-      {"rank 1 did not join", "its record, perhaps of an earlier attempt", "2 and 3 ranks"});
-}
-
-TEST_CASE("a rank that ended before another one looked, since that began, is named soon") {
-  MemoryStore store;
+// Of earlier attempts, but for the last one: that has ended since this rank looked first.
+TEST_CASE("what the record of another rank says is in the error of a rank that waits for it") {
   RankRecord ended = record_of_ended(2);
   ended.written_ms = time_ms();
-  store.set("ringcomm/rank/0", ended.to_text());
-  expect_error(error_of([&] { testing::make_group(store, identity(1, 2), {}, testing::kBound); }),
-               ErrorKind::kPeerDied, {"rank 0", "died while the group was made"});
+  const struct {
+    int peer;
+    RankRecord record;
+    milliseconds timeout;
+    ErrorKind kind;
+    std::vector<std::string> texts;
+  } cases[] = {
+      {1,
+       record_of_ended(3),
+       milliseconds(200),
+       ErrorKind::kTimeout,
+       {"rank 1 did not join", "its record, perhaps of an earlier attempt", "2 and 3 ranks"}},
+      {0,
+       record_of_rank_0(),
+       milliseconds(100),
+       ErrorKind::kTimeout,
+       {"rank 0 did not send the shared-memory descriptor", "100 ms"}},
+      {0,
+       ended,
+       testing::kBound,
+       ErrorKind::kPeerDied,
+       {"rank 0", "died while the group was made"}},
+  };
+  for (const auto& [peer, record, timeout, kind, texts] : cases) {
+    MemoryStore store;
+    store.set("ringcomm/rank/" + std::to_string(peer), record.to_text());
+    expect_error(error_of([&, peer = peer, timeout = timeout] {
+                   make_group(store, identity(1 - peer, 2), timeout);
+                 }),
+                 kind, texts);
+  }
 }
 
 TEST_CASE("the ranks of a group that is made leave no records, and those that fail leave theirs") {
@@ -718,16 +665,9 @@ TEST_CASE("the ranks of a group that is made leave no records, and those that fa
     const Communicator communicator(store, rank, 2, {}, testing::kBound);
     expect(store.try_get("ringcomm/rank/" + std::to_string(rank)) == "", "no record");
   });
-  expect_error(error_of([&] { testing::make_group(store, identity(0, 2), {}, milliseconds(1)); }),
+  expect_error(error_of([&] { make_group(store, identity(0, 2), milliseconds(1)); }),
                ErrorKind::kTimeout, {"rank 1 did not join"});
   CHECK(!RankRecord::from_text(store.try_get("ringcomm/rank/0").value()).failure.text.empty());
-}
-
-TEST_CASE("memory that rank 0 never hands over is a time-out that says so") {
-  MemoryStore store;
-  store.set("ringcomm/rank/0", record_of_rank_0().to_text());
-  expect_error(error_of([&] { testing::make_group(store, identity(1, 2), {}, milliseconds(100)); }),
-               ErrorKind::kTimeout, {"rank 0 did not send the shared-memory descriptor", "100 ms"});
 }
 
 TEST_CASE("memory of another size is refused") {
@@ -788,23 +728,15 @@ TEST_CASE("what a rank throws as it joins, such as a store's error, ends the gro
 }
 
 // A store from which a rank reads rank 0's record only once that tells of a failure.
-class LateReader final : public KeyValueStore {
+class LateReader final : public testing::ForwardingStore {
  public:
-  explicit LateReader(MemoryStore& store) : store_(store) {}
-  void set(const std::string& key, const std::string& value) override { store_.set(key, value); }
-  void set_first(const std::string& key, const std::string& value) override {
-    store_.set_first(key, value);
-  }
+  using ForwardingStore::ForwardingStore;
   std::optional<std::string> try_get(const std::string& key) override {
-    auto value = store_.try_get(key);
+    auto value = ForwardingStore::try_get(key);
     const bool is_early =
         value && key == "ringcomm/rank/0" && RankRecord::from_text(*value).failure.text.empty();
     return is_early ? std::nullopt : value;
   }
-  std::unique_ptr<KeyValueStore> clone() override { return store_.clone(); }
-
- private:
-  MemoryStore& store_;
 };
 
 TEST_CASE("a rank that meets rank 0 only after its failure reads the reason") {
@@ -826,8 +758,7 @@ TEST_CASE("a rank that meets rank 0 only after its failure reads the reason") {
 TEST_CASE("an aborted group gives the first reason to all ranks") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
-    std::unique_ptr<Group> group(
-        new Group(testing::make_group(store, identity(rank, 2), {}, testing::kBound)));
+    std::unique_ptr<Group> group(new Group(make_group(store, identity(rank, 2))));
     std::string ignored;
     if (rank == 0) {
       group->abort({.kind = ErrorKind::kTimeout, .origin = 0, .culprit = 1, .text = "first"});
@@ -849,8 +780,7 @@ TEST_CASE("an aborted group gives the first reason to all ranks") {
 TEST_CASE("only the rank that has left is missing for the others") {
   MemoryStore store;
   run_threads(3, [&](int rank) {
-    std::unique_ptr<Group> group(
-        new Group(testing::make_group(store, identity(rank, 3), {}, testing::kBound)));
+    std::unique_ptr<Group> group(new Group(make_group(store, identity(rank, 3))));
     std::string ignored;
     if (rank == 1) {
       group.reset();
@@ -867,37 +797,30 @@ TEST_CASE("only the rank that has left is missing for the others") {
 
 TEST_CASE("a long reason is cut and ends") {
   MemoryStore store;
-  Group group = testing::make_group(store, identity(0, 1), {}, testing::kBound);
+  Group group = make_group(store, identity(0, 1));
   group.abort({.text = std::string(5000, 'x')});
   CHECK(group.state_of(0) == WaitStatus::kAborted);
   CHECK(group.abort_reason().text == std::string(1023, 'x'));
 }
 
-TEST_CASE("groups leave no descriptor, thread or mapping behind") {
+TEST_CASE("groups leave no descriptor and no thread behind, nor do those that fail to form") {
   const auto make_and_use = [] {
     testing::run_ranks(3, [](Communicator& communicator) { testing::barrier(communicator); });
+  };
+  const auto fail = [] {
+    MemoryStore store;
+    error_of([&] { make_group(store, identity(0, 2), milliseconds(1)); });
   };
   make_and_use();  // the first makes the bootstrap, its thread, and its watch of this process
   const std::size_t num_fds = num_entries("/proc/self/fd");
   const std::size_t num_threads = num_entries("/proc/self/task");
   for (int i = 0; i < 15; ++i) make_and_use();
+  for (int i = 0; i < 20; ++i) fail();
   // The bootstrap closes its ends when it gets round to it.
   testing::wait_until([&] { return num_entries("/proc/self/fd") <= num_fds; },
                       "as many descriptors as before", std::chrono::seconds(10));
   testing::wait_until([&] { return num_entries("/proc/self/task") <= num_threads; },
                       "as many threads as before", std::chrono::seconds(10));
-}
-
-TEST_CASE("groups that fail to form leave nothing behind either") {
-  const auto fail = [] {
-    MemoryStore store;
-    error_of([&] { testing::make_group(store, identity(0, 2), {}, milliseconds(1)); });
-  };
-  fail();
-  const std::size_t num_fds = num_entries("/proc/self/fd");
-  for (int i = 0; i < 20; ++i) fail();
-  testing::wait_until([&] { return num_entries("/proc/self/fd") <= num_fds; },
-                      "as many descriptors as before", std::chrono::seconds(10));
 }
 
 }  // namespace

@@ -18,16 +18,15 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "children.h"
 #include "collectives/failure.h"
 #include "collectives/long_waits.h"
 #include "collectives/recorder.h"
@@ -55,6 +54,7 @@ using std::chrono::milliseconds;
 using testing::error_of;
 using testing::expect_error;
 using testing::MemoryStore;
+using testing::status_of_child;
 
 constexpr uid_t kStranger = 65534;
 constexpr milliseconds kPatience{30'000};
@@ -64,10 +64,7 @@ std::string fresh_name(const char* what) {
   return "ringcomm-test-" + std::to_string(::getpid()) + "-" + what + std::to_string(number++);
 }
 
-std::size_t num_open_files() {
-  return static_cast<std::size_t>(
-      std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
-}
+std::size_t num_open_files() { return testing::num_entries("/proc/self/fd"); }
 
 bool is_root() {
   if (::geteuid() == 0) return true;
@@ -75,23 +72,17 @@ bool is_root() {
   return false;
 }
 
-// Runs `body` in a forked process; its exit status. Only calls that a child of a program with
-// threads may make.
-int status_of_child(const std::function<int()>& body) {
-  const pid_t pid = ::fork();
-  if (pid == 0) {
-    ::alarm(30);
-    int code = 99;
-    try {
-      code = body();
-    } catch (...) {
-    }
-    ::_exit(code);
-  }
-  int status = 0;
-  ::waitpid(pid, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+// Of rank 0 of two, whose bootstrap has that address.
+RankRecord record_of_rank_0(const std::string& bootstrap_address) {
+  return {.host_id = host_id(),
+          .host = host_name(),
+          .bootstrap_address = bootstrap_address,
+          .pid = ::getpid(),
+          .memory_key = "key",
+          .options = "o=1",
+          .world_size = 2};
 }
+const GroupTerms kRank1{.rank = 1, .world_size = 2, .options = "o=1"};
 
 // A message of any bytes, with any number of descriptors.
 void send_raw(int socket, const std::string& bytes, const std::vector<int>& fds = {}) {
@@ -216,18 +207,10 @@ TEST_CASE("hostile: another user at the name of a bootstrap is refused") {
                ErrorKind::kSystem, texts);
   // In a store that survives programs, a record of a program that has ended leads there.
   MemoryStore store;
-  const RankRecord record{.host_id = host_id(),
-                          .host = host_name(),
-                          .bootstrap_address = name,
-                          .pid = pid,
-                          .memory_key = "key",
-                          .options = "o=1",
-                          .world_size = 2};
+  RankRecord record = record_of_rank_0(name);
+  record.pid = pid;
   store.set("ringcomm/rank/0", record.to_text());
-  expect_error(error_of([&] {
-                 testing::make_group(store, {.rank = 1, .world_size = 2, .options = "o=1"}, {},
-                                     std::chrono::milliseconds(1500));
-               }),
+  expect_error(error_of([&] { testing::make_group(store, kRank1, {}, milliseconds(1500)); }),
                ErrorKind::kTimeout, texts);
   ::kill(pid, SIGKILL);
   ::waitpid(pid, nullptr, 0);
@@ -328,16 +311,10 @@ TEST_CASE("no rank has found one that has not accepted its connection") {
   const std::string name = fresh_name("silent");
   const UniqueFd silent = listen_at(name);
   MemoryStore store;
-  const RankRecord record{.host_id = host_id(),
-                          .host = host_name(),
-                          .bootstrap_address = name + " request answer",
-                          .pid = ::getpid(),
-                          .memory_key = "key",
-                          .options = "o=1",
-                          .machine_id = machine_id(),
-                          .world_size = 2};
+  RankRecord record = record_of_rank_0(name + " request answer");
+  record.machine_id = machine_id();
   store.set("ringcomm/rank/0", record.to_text());
-  Rendezvous rendezvous(store, {.rank = 1, .world_size = 2, .options = "o=1"}, milliseconds(100));
+  Rendezvous rendezvous(store, kRank1, milliseconds(100));
   expect_error(error_of([&] { rendezvous.find_ranks(); }), ErrorKind::kTimeout,
                {"rank 0 did not join the group"});
 }
@@ -432,16 +409,8 @@ TEST_CASE("hostile: a group's memory that can be resized, or is short, is not us
   for (const auto& c : cases) {
     FakeBootstrap bootstrap([&](int connection) { FakeBootstrap::send_memory(connection, c.fd); });
     MemoryStore store;
-    const RankRecord record{.host_id = host_id(),
-                            .host = host_name(),
-                            .bootstrap_address = bootstrap.address(),
-                            .pid = ::getpid(),
-                            .memory_key = "key",
-                            .options = "o=1",
-                            .world_size = 2};
-    store.set("ringcomm/rank/0", record.to_text());
-    const GroupTerms identity{.rank = 1, .world_size = 2, .options = "o=1"};
-    expect_error(error_of([&] { testing::make_group(store, identity, config, kPatience); }), c.kind,
+    store.set("ringcomm/rank/0", record_of_rank_0(bootstrap.address()).to_text());
+    expect_error(error_of([&] { testing::make_group(store, kRank1, config, kPatience); }), c.kind,
                  {c.text});
   }
 }

@@ -1,10 +1,13 @@
-// Collectives over several hosts against the oracle, and the bytes that cross between them.
+// Collectives over several hosts: sizes around every limit, the bytes that cross between hosts, and
+// roots that get ahead. Their other results: test_collectives.cc.
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "collective_case.h"
@@ -16,89 +19,15 @@
 namespace {
 
 using namespace ringcomm;
+using namespace std::chrono_literals;
 using testing::Case;
+using testing::error_of;
 using testing::expect;
+using testing::expect_error;
 using testing::MemoryNetwork;
 using testing::run_case;
-using testing::run_hosts_ranks;
-
-constexpr OpKind kOps[] = {OpKind::kAllReduce, OpKind::kReduce,    OpKind::kReduceScatter,
-                           OpKind::kAllGather, OpKind::kBroadcast, OpKind::kGather,
-                           OpKind::kScatter,   OpKind::kAllToAll};
-// Even, interleaved, uneven in all orders, one rank alone, more ranks than the other host twice.
-const std::vector<std::string> kPlacements{"aabb", "abab",   "abbccc", "cbcabc",
-                                           "aab",  "abbbbb", "abcabd"};
-
-// For an all_reduce that does not go through the leaders: above 1 MiB between two hosts.
-constexpr std::size_t kLongElems = 270'011;
-
-bool rooted(OpKind op) {
-  return op == OpKind::kReduce || op == OpKind::kBroadcast || op == OpKind::kGather ||
-         op == OpKind::kScatter;
-}
-
-Case case_of(OpKind op, std::uint32_t salt, std::size_t num_elems, int world_size) {
-  return {.op = op,
-          .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
-          .num_elems = num_elems,
-          .is_in_place = salt % 3 == 0,
-          .salt = salt};
-}
-
-TEST_CASE("hosts: every collective, shards even and uneven, wherever the ranks are") {
-  for (const std::string& placement : kPlacements) {
-    CAPTURE(placement);
-    MemoryNetwork network(static_cast<int>(placement.size()), std::chrono::microseconds(100));
-    run_hosts_ranks(network, placement, [&](Communicator& communicator) {
-      expect(communicator.transport_description().find("between them") != std::string::npos,
-             communicator.transport_description());
-      std::uint32_t salt = 0;
-      for (const std::size_t num_elems : {0U, 1U, 5U, 7U, 1001U, 17'011U}) {
-        for (const OpKind op : kOps) {
-          // No longer through the leaders.
-          const bool is_long = op == OpKind::kAllReduce && num_elems > 10'000;
-          Case c = case_of(op, ++salt, is_long ? kLongElems : num_elems, communicator.world_size());
-          run_case(communicator, c);
-          c.is_uneven = has_shards(op);
-          if (c.is_uneven) run_case(communicator, c);
-        }
-        testing::barrier(communicator);
-      }
-    });
-    CHECK(network.num_misfits() == 0);
-  }
-}
-
-TEST_CASE("hosts: every reduction and dtype that has one") {
-  MemoryNetwork network(3);
-  run_hosts_ranks(network, "aba", [&](Communicator& communicator) {
-    std::uint32_t salt = 0;
-    for (int d = 0; d < kNumDTypes; ++d)
-      for (int r = 0; r < kNumReductions; ++r)
-        for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
-          const auto dtype = static_cast<DType>(d);
-          const auto reduction = static_cast<Reduction>(r);
-          if (!oracle::has_meaning(reduction, dtype)) continue;
-          Case c = case_of(op, ++salt, 131, 3);
-          c.dtype = dtype;
-          c.reduction = reduction;
-          run_case(communicator, c);
-        }
-  });
-}
-
-// More than the maximum of others' data that a rank stages.
-TEST_CASE("hosts: large buffers in pieces" * doctest::skip(testing::kHasThreadSanitizer)) {
-  MemoryNetwork network(3);
-  run_hosts_ranks(network, "abb", [&](Communicator& communicator) {
-    std::uint32_t salt = 0;
-    for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
-      Case c = case_of(op, ++salt, op == OpKind::kReduceScatter ? 700'003 : 2'200'001, 3);
-      c.dtype = DType::kInt32;
-      run_case(communicator, c);
-    }
-  });
-}
+using testing::run_placed;
+using testing::wait_until;
 
 // The limits at which the code takes another way, in bytes: what an envelope carries, what is
 // received before the next shard is sent, what has a tag of its size, what goes through leaders of
@@ -139,76 +68,23 @@ TEST_CASE("hosts: shards on both sides of every limit end on every layout" *
                               .elems_of = [&](int from, int to) {
                                 return mixed_elems(3 * salt + idx, from, to);
                               }});
-    for (const OpKind op : kOps)
-      for (std::size_t idx = 0; idx < std::size(kLimits); ++idx) {
-        // All of them, or for each operation another.
-        if (num_rounds == 1 && idx != static_cast<std::size_t>(op) % std::size(kLimits)) continue;
-        for (const std::size_t more : {0U, 1U}) {
-          Case c = case_of(op, salt + static_cast<std::uint32_t>(more), kLimits[idx] / kWord + more,
-                           communicator.world_size());
-          c.dtype = DType::kInt64;
-          run_case(communicator, c);
-        }
-      }
+    for (std::size_t idx = 0; idx < std::size(kLimits); ++idx) {
+      // All of them, or for each operation another.
+      std::vector<OpKind> ops = testing::kAllOps;
+      std::erase_if(ops, [&](OpKind op) {
+        return num_rounds == 1 && idx != static_cast<std::size_t>(op) % std::size(kLimits);
+      });
+      testing::run_cases(communicator, {.counts = {kLimits[idx] / kWord, kLimits[idx] / kWord + 1},
+                                        .ops = ops,
+                                        .dtypes = {DType::kInt64},
+                                        .in_place = {}});
+    }
   };
   for (const std::string placement : {"aaab", "aaba", "aaabbb", "aabb", "aab", "aaaab", "aabbcc"}) {
-    CAPTURE(placement);
     // Ranks of their own for each round, so that the bound of a hang is that of one.
-    for (std::uint32_t salt = 0; salt < num_rounds; ++salt) {
-      MemoryNetwork network(static_cast<int>(placement.size()));
-      run_hosts_ranks(network, placement,
-                      [&](Communicator& communicator) { run_round(communicator, salt); });
-      CHECK(network.num_misfits() == 0);
-    }
+    for (std::uint32_t salt = 0; salt < num_rounds; ++salt)
+      run_placed(placement, [&](Communicator& communicator) { run_round(communicator, salt); });
   }
-}
-
-TEST_CASE("hosts: random floats have the same bits on all ranks, short and long") {
-  const std::string placement = "abbab";
-  for (const std::size_t num_elems : {std::size_t{1003}, kLongElems}) {
-    std::vector<oracle::Bytes> results(placement.size());
-    MemoryNetwork network(static_cast<int>(placement.size()));
-    run_hosts_ranks(network, placement, [&](Communicator& communicator) {
-      testing::CaseBuffers buffers({.num_elems = num_elems, .is_random = true}, communicator.rank(),
-                                   communicator.world_size());
-      communicator.run(buffers.call(), testing::kPatient);
-      results[static_cast<std::size_t>(communicator.rank())] = buffers.result();
-    });
-    for (const oracle::Bytes& result : results) CHECK(result == results[0]);
-  }
-}
-
-// The oracle reduces in the order of the ranks.
-TEST_CASE("hosts: in the order of the ranks, to the last bit") {
-  MemoryNetwork network(5);
-  run_hosts_ranks(
-      network, "abcab",
-      [&](Communicator& communicator) {
-        std::uint32_t salt = 0;
-        for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter})
-          for (const std::size_t num_elems : {7U, 40'011U})
-            for (const Reduction reduction : {Reduction::kSum, Reduction::kAvg}) {
-              Case c = case_of(op, ++salt, num_elems, 5);
-              c.reduction = reduction;
-              c.is_random = true;
-              run_case(communicator, c);
-            }
-      },
-      {.is_rank_ordered = true});
-}
-
-TEST_CASE("hosts: an algorithm that is asked for by name is one of ranks") {
-  MemoryNetwork network(4);
-  run_hosts_ranks(network, "aabb", [&](Communicator& communicator) {
-    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
-      run_case(communicator, {.algorithm = algorithm, .num_elems = 1003});
-      expect(communicator.stats().counts(OpKind::kAllReduce, algorithm).num_calls == 1,
-             "counted under its name");
-    }
-    run_case(communicator, {.num_elems = 1003});
-    expect(communicator.stats().counts(OpKind::kAllReduce, Algorithm::kHierarchical).num_calls == 1,
-           "counted as hierarchical");
-  });
 }
 
 // docs/design/messages.md has the formulas. Two hosts of two ranks; envelopes are not data.
@@ -230,10 +106,10 @@ TEST_CASE("hosts: what crosses between the hosts") {
            Expectation{OpKind::kAllToAll, 8 * kBytes},       // pairs of ranks on two hosts
        }) {
     MemoryNetwork network(4);
-    run_hosts_ranks(network, "abba", [&](Communicator& communicator) {
-      run_case(
-          communicator,
-          {.op = expectation.op, .root = rooted(expectation.op) ? 2 : -1, .num_elems = kElems});
+    run_placed(network, "abba", [&](Communicator& communicator) {
+      run_case(communicator, {.op = expectation.op,
+                              .root = testing::rooted(expectation.op) ? 2 : -1,
+                              .num_elems = kElems});
     });
     std::uint64_t delivered = 0;
     for (int rank = 0; rank < 4; ++rank) delivered += network.delivered_bytes(rank);
@@ -241,6 +117,108 @@ TEST_CASE("hosts: what crosses between the hosts") {
     CHECK(delivered >= expectation.bytes);
     CHECK(delivered <= expectation.bytes + 16 * 4096);  // envelopes
   }
+}
+
+// ---- Small calls with a root, which does not wait for its readers: how far it gets ahead of them,
+// and what they receive when it has gone on, died or left.
+
+Case broadcast_of(int root, std::uint32_t salt, std::size_t num_elems = 300) {
+  return {.op = OpKind::kBroadcast, .root = root, .num_elems = num_elems, .salt = salt};
+}
+
+// The reader waits until the root has returned from a call that the reader has not begun: so the
+// root does not wait for it. One envelope is the most that is on its way.
+TEST_CASE("hosts: a root is one call ahead of its reader, and not more") {
+  for (const std::string placement : {"ab", "aab", "abb"}) {
+    std::atomic<std::uint32_t> num_sent = 0;
+    run_placed(placement, [&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      const bool is_with_root = placement[static_cast<std::size_t>(rank)] == placement[0];
+      run_case(communicator, broadcast_of(0, 0));
+      for (std::uint32_t i = 1; i < 200; ++i) {
+        if (!is_with_root) {
+          wait_until([&] { return num_sent >= i; }, "the root to go on");
+          expect(num_sent <= i, "the root to be one call ahead");
+        }
+        run_case(communicator, broadcast_of(0, i));
+        if (rank == 0) ++num_sent;
+      }
+    });
+  }
+}
+
+// Each rank as the root in turn, other calls in between, and each rank late at times.
+TEST_CASE("hosts: roots in turn, among other calls") {
+  constexpr OpKind kOps[] = {OpKind::kBroadcast, OpKind::kBroadcast, OpKind::kReduce,
+                             OpKind::kScatter,   OpKind::kAllReduce, OpKind::kBroadcast,
+                             OpKind::kGather,    OpKind::kAllToAll,  OpKind::kAllGather};
+  for (const std::string placement : {"ab", "abc", "abcd", "abcde", "aab", "abba", "abbca"}) {
+    const int world_size = static_cast<int>(placement.size());
+    run_placed(
+        placement,
+        [&](Communicator& communicator) {
+          for (std::uint32_t salt = 0; salt < 150; ++salt) {
+            const OpKind op = kOps[salt % std::size(kOps)];
+            if (salt % 7 == static_cast<std::uint32_t>(communicator.rank()))
+              std::this_thread::sleep_for(300us);
+            // Within an envelope, beside it, and nothing.
+            const std::size_t num_elems = salt % 5 == 0 ? 20'000 : salt % 11 == 0 ? 0 : 100 + salt;
+            run_case(communicator,
+                     {.op = op,
+                      .root = testing::rooted(op) ? static_cast<int>(salt / 2) % world_size : -1,
+                      .num_elems = num_elems,
+                      .salt = salt});
+          }
+        },
+        {}, 30us);
+  }
+}
+
+// What it has sent arrives, and the call after it raises.
+TEST_CASE("hosts: a root sends and dies or leaves") {
+  for (const bool dies : {true, false}) {
+    CAPTURE(dies);
+    MemoryNetwork network(2);
+    std::atomic<bool> has_gone = false;
+    std::atomic<bool> is_told = false;
+    run_placed(network, "ab", [&](Communicator& communicator) {
+      run_case(communicator, broadcast_of(0, 0));
+      if (communicator.rank() == 0) {
+        run_case(communicator, broadcast_of(0, 1));
+        if (dies) network.kill(0);
+        has_gone = true;
+        if (dies) wait_until([&] { return is_told.load(); }, "the reader to be told");
+        return;
+      }
+      wait_until([&] { return has_gone.load(); }, "the root to go");
+      if (!dies) std::this_thread::sleep_for(20ms);  // and to close its connections
+      run_case(communicator, broadcast_of(0, 1));
+      const Error error = error_of([&] { run_case(communicator, broadcast_of(0, 2)); });
+      is_told = true;
+      expect_error(error, ErrorKind::kPeerDied, {"rank 0", dies ? "died" : "destroyed the group"});
+    });
+  }
+}
+
+TEST_CASE("hosts: a reader dies behind its root") {
+  MemoryNetwork network(3);
+  std::atomic<bool> is_dead = false;
+  std::atomic<int> num_told = 0;
+  run_placed(network, "abc", [&](Communicator& communicator) {
+    run_case(communicator, broadcast_of(0, 0));
+    if (communicator.rank() == 1) {
+      network.kill(1);
+      is_dead = true;
+      wait_until([&] { return num_told == 2; }, "the others to be told");
+      return;
+    }
+    wait_until([&] { return is_dead.load(); }, "a death");
+    const Error error = error_of([&] {
+      for (std::uint32_t i = 1;; ++i) run_case(communicator, broadcast_of(0, i));
+    });
+    ++num_told;
+    expect_error(error, ErrorKind::kPeerDied, {"rank 1", "died"});
+  });
 }
 
 }  // namespace

@@ -1,11 +1,9 @@
 // Links between two threads, on one buffer, so that ThreadSanitizer sees every access of both.
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <thread>
-#include <vector>
 
 #include "core/link_protocol.h"
 #include "host/host_arch.h"

@@ -19,13 +19,12 @@ namespace {
 using namespace ringcomm;
 using namespace std::chrono_literals;
 using testing::Case;
-using testing::CaseBuffers;
 using testing::error_of;
 using testing::expect;
 using testing::expect_error;
-using testing::kPatient;
 using testing::MemoryNetwork;
-using testing::run_hosts_ranks;
+using testing::run_case;
+using testing::run_placed;
 using testing::within;
 
 // Makes every abort slow. No call may return meanwhile, because its caller frees the buffers.
@@ -70,12 +69,11 @@ TEST_CASE("aborts: a call returns when its messages have ended, though another t
     MemoryNetwork network(3);
     SlowAborts aborts(network);
     std::atomic<int> num_told = 0;
-    run_hosts_ranks(network, placement, [&, &c = c](Communicator& communicator) {
+    run_placed(network, placement, [&, &c = c](Communicator& communicator) {
       const int rank = communicator.rank();
       if (rank == 2) testing::wait_until([&] { return num_told == 2; }, "all to be told");
-      CaseBuffers buffers(c, rank, 3);
       error_of([&] {
-        communicator.run(buffers.call(), within(100ms));
+        run_case(communicator, c, within(100ms));
         testing::barrier(communicator, within(100ms));  // where its part of the call was over
       });
       aborts.call_has_returned(rank);
@@ -90,7 +88,7 @@ TEST_CASE("aborts: sends and receives") {
   MemoryNetwork network(2);
   SlowAborts aborts(network);
   std::atomic<bool> is_told = false;
-  run_hosts_ranks(network, "ab", [&](Communicator& communicator) {
+  run_placed(network, "ab", [&](Communicator& communicator) {
     if (communicator.rank() == 1) {
       testing::wait_until([&] { return is_told.load(); }, "rank 0 to be told");
       return;
@@ -127,7 +125,7 @@ int die_at_every_message(const std::string& placement, int victim, const Body& b
       network.kill(victim);
       testing::wait_until([&] { return num_told == num_others; }, "all to be told");
     });
-    run_hosts_ranks(network, placement, [&](Communicator& communicator) {
+    run_placed(network, placement, [&](Communicator& communicator) {
       testing::barrier(communicator);
       if (communicator.rank() == victim) {
         has_begun = true;
@@ -144,50 +142,37 @@ int die_at_every_message(const std::string& placement, int victim, const Body& b
         for (;;) testing::barrier(communicator);
       });
       ++num_told;
-      expect_error(error, ErrorKind::kPeerDied, {"rank " + std::to_string(victim)});
+      expect_error(error, ErrorKind::kPeerDied, {"rank " + std::to_string(victim), "died"});
       expect(error.info().rank == victim, "the dead rank to be blamed");
     });
     if (has_survived) return step;
   }
 }
 
-Body body_of(const Case& c) {
-  return [c](Communicator& communicator) {
-    CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
-    communicator.run(buffers.call(), kPatient);
-  };
-}
-
-TEST_CASE("deaths: at every message of a collective over messages") {
-  const std::vector<Case> cases = {
-      {.algorithm = Algorithm::kOneShot, .num_elems = 5000},
-      {.algorithm = Algorithm::kTwoShot, .num_elems = 5000},
-      {.algorithm = Algorithm::kRing, .num_elems = 5000},
-      {.op = OpKind::kBroadcast, .root = 1, .num_elems = 300'000},
-      {.op = OpKind::kReduce, .root = 0, .num_elems = 300'000},
-      {.op = OpKind::kAllToAll, .num_elems = 2000},
-      {.op = OpKind::kScatter, .root = 3, .num_elems = 20},
-  };
-  for (const Case& c : cases) {
-    CAPTURE(c.to_text());
-    CHECK(die_at_every_message("abcd", 2, body_of(c)) > 1);
-  }
-}
-
 // The rank that dies is alone on its host; ranks of one host are processes (tests/python). The
 // leaders are numbered by host: an error in those numbers would name another rank.
-TEST_CASE("deaths: at every message of a collective over several hosts") {
-  const std::vector<Case> cases = {
-      {.num_elems = 10},
-      {.num_elems = 270'000},
-      {.op = OpKind::kBroadcast, .root = 0, .num_elems = 300'000},
-      {.op = OpKind::kReduce, .root = 3, .num_elems = 3000},
-      {.op = OpKind::kAllGather, .num_elems = 5000},
-      {.op = OpKind::kGather, .root = 1, .num_elems = 2000},
+TEST_CASE("deaths: at every message of a collective, over messages and over several hosts") {
+  const std::vector<std::pair<std::string, Case>> cases = {
+      {"abcd", {.algorithm = Algorithm::kOneShot, .num_elems = 5000}},
+      {"abcd", {.algorithm = Algorithm::kTwoShot, .num_elems = 5000}},
+      {"abcd", {.algorithm = Algorithm::kRing, .num_elems = 5000}},
+      {"abcd", {.op = OpKind::kBroadcast, .root = 1, .num_elems = 300'000}},
+      {"abcd", {.op = OpKind::kReduce, .root = 0, .num_elems = 300'000}},
+      {"abcd", {.op = OpKind::kAllToAll, .num_elems = 2000}},
+      {"abcd", {.op = OpKind::kScatter, .root = 3, .num_elems = 20}},
+      {"aabbc", {.num_elems = 10}},
+      {"aabbc", {.num_elems = 270'000}},
+      {"aabbc", {.op = OpKind::kBroadcast, .root = 0, .num_elems = 300'000}},
+      {"aabbc", {.op = OpKind::kReduce, .root = 3, .num_elems = 3000}},
+      {"aabbc", {.op = OpKind::kAllGather, .num_elems = 5000}},
+      {"aabbc", {.op = OpKind::kGather, .root = 1, .num_elems = 2000}},
   };
-  for (const Case& c : cases) {
+  for (const auto& [placement, c] : cases) {
+    CAPTURE(placement);
     CAPTURE(c.to_text());
-    CHECK(die_at_every_message("aabbc", 4, body_of(c)) > 1);
+    CHECK(die_at_every_message(
+              placement, placement == "abcd" ? 2 : 4,
+              [&c = c](Communicator& communicator) { run_case(communicator, c); }) > 1);
   }
 }
 

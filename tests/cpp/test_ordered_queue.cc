@@ -1,5 +1,4 @@
 // The queue of a communicator: order, the thread that runs a task, and the end of waits.
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>

@@ -3,12 +3,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "collective_case.h"
 #include "collectives/recorder.h"
 #include "hosts_ranks.h"
 #include "third_party/doctest/doctest.h"
@@ -17,20 +17,13 @@ namespace {
 
 using namespace ringcomm;
 using testing::expect;
-using testing::kPatient;
 
 constexpr int kNumCalls = 10;
 constexpr std::size_t kNumElems = 100;
 constexpr std::chrono::milliseconds kDelay{20};
 
 void all_reduce(Communicator& communicator) {
-  std::array<float, kNumElems> data{};
-  const void* input = data.data();
-  void* output = data.data();
-  communicator.run({{.num_elems = kNumElems, .op = OpKind::kAllReduce, .dtype = DType::kFloat32},
-                    &input,
-                    &output},
-                   kPatient);
+  testing::run_case(communicator, {.num_elems = kNumElems});
 }
 
 std::vector<recorder::PeerCounts> counts_of(Communicator& communicator) {
@@ -75,9 +68,7 @@ TEST_CASE("peer counts: a rank that comes late is named by all others") {
 
 TEST_CASE("peer counts: over messages with their bytes, and on two hosts") {
   for (const std::string placement : {"abc", "aab", "abb"}) {
-    CAPTURE(placement);
-    testing::MemoryNetwork network(3);
-    testing::run_hosts_ranks(network, placement, [&](Communicator& communicator) {
+    testing::run_placed(placement, [&](Communicator& communicator) {
       run_with_straggler(communicator);
       const auto counts = counts_of(communicator);
       const int rank = communicator.rank();
@@ -105,26 +96,7 @@ TEST_CASE("peer counts: counters that differ between sockets make no wait") {
   CHECK(long_wait_ns(ticks_of(2 * kLongWait_ns)) > kLongWait_ns);
 }
 
-TEST_CASE("peer counts: a group for which there is no place records nothing") {
-  testing::run_ranks(2, [](Communicator& communicator) {
-    communicator.record_as("a test", {0, 1});
-    testing::barrier(communicator);  // the ranks are threads: the other one's group needs a place
-    if (communicator.rank() != 0) return testing::barrier(communicator);
-    const GroupState& members = *communicator.group_state();
-    std::vector<std::unique_ptr<recorder::Log>> logs;
-    while (logs.empty() || logs.back() != nullptr) {
-      logs.push_back(recorder::Log::make("another test", 0, {0, 1}, "shm", members, false));
-      expect(logs.size() <= recorder::kNumGroups, "no more groups than places");
-    }
-    logs.pop_back();
-    logs.pop_back();  // one has ended
-    logs.push_back(recorder::Log::make("another test", 0, {0, 1}, "shm", members, false));
-    expect(logs.back() != nullptr, "the place of a group that has ended");
-    testing::barrier(communicator);
-  });
-}
-
-TEST_CASE("peer counts: of two groups that are made at once one takes the last place") {
+TEST_CASE("peer counts: a group for which there is no place records nothing, and of two one") {
   testing::run_ranks(2, [](Communicator& communicator) {
     communicator.record_as("a test", {0, 1});
     testing::barrier(communicator);  // the ranks are threads: the other one's group needs a place
@@ -134,9 +106,12 @@ TEST_CASE("peer counts: of two groups that are made at once one takes the last p
       return recorder::Log::make("another test", 0, {0, 1}, "shm", members, false);
     };
     std::vector<std::unique_ptr<recorder::Log>> logs;
-    while (logs.empty() || logs.back() != nullptr) logs.push_back(make());
+    while (logs.empty() || logs.back() != nullptr) {
+      logs.push_back(make());
+      expect(logs.size() <= recorder::kNumGroups, "no more groups than places");
+    }
     logs.pop_back();
-    for (int i = 0; i < 200; ++i) {
+    for (int i = 0; i < 200; ++i) {  // two groups are made at once, for the place of one that ends
       logs.pop_back();
       std::array<std::unique_ptr<recorder::Log>, 2> made;
       std::atomic<int> num_ready = 0;

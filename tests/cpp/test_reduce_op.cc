@@ -11,6 +11,7 @@
 
 #include "kernels/common/level.h"
 #include "kernels/common/types.h"
+#include "operator_case.h"
 #include "reduce/reduce_op.h"
 #include "reduce_oracle.h"
 #include "sanitizers.h"
@@ -29,16 +30,10 @@ constexpr std::size_t kMaxElems = 4099;
 constexpr std::size_t kSizes[] = {0, 1, 7, 63, 64, 65, 1000, kMaxElems};
 constexpr int kNumSrcs[] = {1, 2, 3, 5, 8};  // copy; the two-source path; the n-ary one
 constexpr int kDivisors[] = {1, 3, 1000};    // none; inexact; outside of int8
-constexpr std::size_t kGuardBytes = 128;     // at least two of the widest vectors
-constexpr unsigned char kGuard = 0xa5;
 constexpr int kNoAlias = -1;
 
 std::vector<const SimdKernels*> available_levels() {
-  std::vector<const SimdKernels*> levels;
-  for (const char* name : {"baseline", "avx2", "avx512"}) {
-    if (const SimdKernels* kernels = cpu::find_simd_kernels(name)) levels.push_back(kernels);
-  }
-  return levels;
+  return testing::available_levels(cpu::find_simd_kernels);
 }
 
 CombineFn combine_of(const SimdKernels& kernels, Reduction reduction, DType dtype) {
@@ -119,34 +114,13 @@ struct Layout {
   std::size_t offset_bytes = 0;  // of every array from its 64-byte boundary
 };
 
-/// An array between guards.
-struct Guarded {
-  explicit Guarded(const Layout& layout, std::size_t num_bytes)
-      : begin(kGuardBytes + layout.offset_bytes),
-        size(num_bytes),
-        bytes(begin + num_bytes + kGuardBytes, kGuard) {}
-
-  unsigned char* data() { return bytes.data() + begin; }
-  bool holds(const Bytes& expected) const {
-    const auto is_guard = [](unsigned char b) { return b == kGuard; };
-    const auto first = bytes.begin() + static_cast<std::ptrdiff_t>(begin);
-    const auto last = first + static_cast<std::ptrdiff_t>(size);
-    return std::all_of(bytes.begin(), first, is_guard) &&
-           std::equal(first, last, expected.begin()) && std::all_of(last, bytes.end(), is_guard);
-  }
-
-  std::size_t begin;
-  std::size_t size;
-  Bytes bytes;
-};
-
 // Calls `combine` on a copy of `srcs`; whether it left `expected` where it should and everything
 // else as it was.
 bool stores_expected(CombineFn combine, DType dtype, const std::vector<Bytes>& srcs,
                      const Bytes& expected, const Layout& layout, int divisor) {
   const std::size_t num_bytes = layout.num_elems * element_bytes(dtype);
-  std::vector<Guarded> arrays(srcs.size() + 2,
-                              Guarded(layout, num_bytes));  // the sources, to, also_to
+  std::vector<testing::Guarded> arrays(  // the sources, to, also_to
+      srcs.size() + 2, testing::Guarded(num_bytes, layout.offset_bytes));
   std::vector<const void*> pointers;
   for (std::size_t s = 0; s < srcs.size(); ++s) {
     if (num_bytes > 0) std::memcpy(arrays[s].data(), srcs[s].data(), num_bytes);
@@ -158,11 +132,12 @@ bool stores_expected(CombineFn combine, DType dtype, const std::vector<Bytes>& s
       layout.also_alias == kNoAlias ? srcs.size() + 1 : static_cast<std::size_t>(layout.also_alias);
   combine(arrays[to].data(), layout.has_also_to ? arrays[also].data() : nullptr, pointers.data(),
           static_cast<int>(srcs.size()), layout.num_elems, divisor);
-  const Bytes untouched(num_bytes, kGuard);
   for (std::size_t k = 0; k < arrays.size(); ++k) {
     const bool is_result = k == to || (layout.has_also_to && k == also);
-    const Bytes& wanted = is_result ? expected : (k < srcs.size() ? srcs[k] : untouched);
-    if (!arrays[k].holds(wanted)) return false;
+    const bool is_right = is_result         ? arrays[k].holds_begin_of(expected)
+                          : k < srcs.size() ? arrays[k].holds_begin_of(srcs[k])
+                                            : arrays[k].is_untouched();
+    if (!is_right || !arrays[k].is_guarded()) return false;
   }
   return true;
 }
@@ -218,56 +193,30 @@ TEST_CASE("every level gives the oracle's bits" * doctest::skip(testing::kHasThr
   });
 }
 
-// A single source is widened, rounded and packed, so all 65,536 values must be unchanged.
-TEST_CASE("every 16-bit float survives the way to fp32 and back") {
-  constexpr std::size_t kNumValues = 65536;
-  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-    Bytes values(kNumValues * 2);
-    for (std::size_t i = 0; i < kNumValues; ++i) put(values, i * 2, i, 2);
-    const Bytes expected = oracle::reduce(Reduction::kSum, dtype, {values}, kNumValues, 1);
-    for (const SimdKernels* kernels : available_levels()) {
-      CAPTURE(kernels->level);
-      const CombineFn combine = combine_of(*kernels, Reduction::kSum, dtype);
-      CHECK(stores_expected(combine, dtype, {values}, expected, {.num_elems = kNumValues}, 1));
-    }
-  }
-}
-
-// Products with every 16-bit float round at every distance from a tie, and into and out of the
-// subnormals.
-TEST_CASE("16-bit products and quotients round to nearest even") {
+// A single source is widened, rounded and packed: all 65,536 values stay as they are. Products with
+// every 16-bit float round at every distance from a tie, and into and out of the subnormals.
+TEST_CASE("16-bit floats survive the way to fp32 and back, and products round to nearest even") {
   constexpr std::size_t kNumValues = 65536;
   std::mt19937_64 random(7);
-  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-    for (int repeat = 0; repeat < 8; ++repeat) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16})
+    for (int divisor = 0; divisor <= 8; ++divisor) {
       Bytes all(kNumValues * 2), factor(kNumValues * 2);
       const std::uint64_t bits = random();
       for (std::size_t i = 0; i < kNumValues; ++i) {
         put(all, i * 2, i, 2);
         put(factor, i * 2, bits, 2);
       }
-      const int divisor = 1 + repeat;
+      std::vector<Bytes> srcs = {all, factor};
+      if (divisor == 0) srcs.pop_back();
       const Bytes expected =
-          oracle::reduce(Reduction::kProduct, dtype, {all, factor}, kNumValues, divisor);
+          oracle::reduce(Reduction::kProduct, dtype, srcs, kNumValues, std::max(1, divisor));
       for (const SimdKernels* kernels : available_levels()) {
         CAPTURE(kernels->level);
         const CombineFn combine = combine_of(*kernels, Reduction::kProduct, dtype);
-        CHECK(stores_expected(combine, dtype, {all, factor}, expected, {.num_elems = kNumValues},
-                              divisor));
+        CHECK(stores_expected(combine, dtype, srcs, expected, {.num_elems = kNumValues},
+                              std::max(1, divisor)));
       }
     }
-  }
-}
-
-TEST_CASE("the sum of 16-bit floats is rounded once") {
-  // 256 + 1 + 1 is 258 exactly. A sum rounded to bfloat16 at every step would stay at 256.
-  const std::uint16_t srcs[3] = {0x4380, 0x3f80, 0x3f80};
-  const void* pointers[3] = {&srcs[0], &srcs[1], &srcs[2]};
-  for (const SimdKernels* kernels : available_levels()) {
-    std::uint16_t result = 0;
-    combine_of(*kernels, Reduction::kSum, DType::kBFloat16)(&result, nullptr, pointers, 3, 1, 1);
-    CHECK(result == 0x4381);
-  }
 }
 
 TEST_CASE("zeros of either sign and NaN in minima and maxima") {

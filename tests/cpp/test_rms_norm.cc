@@ -2,13 +2,13 @@
 // the same bits at every SIMD level.
 #include <cmath>
 #include <cstddef>
-#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
 
 #include "kernels/common/tables.h"
 #include "kernels/common/types.h"
+#include "operator_case.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 
@@ -17,40 +17,26 @@ namespace {
 using namespace ringcomm;
 using cpu::Kernels;
 using oracle::Bytes;
+using testing::Floats;
 
 constexpr double kUnit = 0x1p-24;  // a rounding of fp32, relative
 constexpr float kEps = 1e-5F;
-
-double decoded(DType dtype, const unsigned char* from) {
-  if (dtype == DType::kFloat32) {
-    float value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-  }
-  std::uint16_t bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return (dtype == DType::kFloat16 ? oracle::kFormatFloat16 : oracle::kFormatBFloat16).decode(bits);
-}
 
 struct Row {
   Row(DType type, std::size_t num_elems, unsigned seed) : dtype(type) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
     const auto make = [&] {
-      if (dtype == DType::kFloat32)
-        return oracle::collect(num_elems, [&](std::size_t) { return normal(random); });
-      const auto format =
-          dtype == DType::kFloat16 ? oracle::kFormatFloat16 : oracle::kFormatBFloat16;
-      return oracle::collect(num_elems, [&](std::size_t) { return format.encode(normal(random)); });
+      Floats values(num_elems);
+      for (float& value : values) value = normal(random);
+      return testing::encoded(values, dtype);
     };
     x = make();
     residual = make();
     weight = make();
   }
   std::size_t size() const { return x.size() / element_bytes(dtype); }
-  double at(const Bytes& bytes, std::size_t i) const {
-    return decoded(dtype, bytes.data() + i * element_bytes(dtype));
-  }
+  double at(const Bytes& bytes, std::size_t i) const { return testing::decoded(bytes, i, dtype); }
 
   DType dtype;
   Bytes x, residual, weight;
@@ -99,19 +85,16 @@ TEST_CASE("rows are normed as in double, with the same bits at every level") {
       const Row after = normed(*baseline, before);
       check_against_double(before, after);
       CHECK(after.weight == before.weight);
-      for (const char* level : {"avx2", "avx512"})
-        if (const Kernels* kernels = cpu::find_kernels(level)) {
-          const Row same = normed(*kernels, before);
-          CHECK(same.x == after.x);
-          CHECK(same.residual == after.residual);
-        }
+      for (const Kernels* kernels : testing::kernel_levels()) {
+        const Row same = normed(*kernels, before);
+        CHECK(same.x == after.x);
+        CHECK(same.residual == after.residual);
+      }
     }
 }
 
 TEST_CASE("a zero row stays zero, and a NaN makes its row NaN") {
-  for (const char* level : {"baseline", "avx2", "avx512"}) {
-    const Kernels* const kernels = cpu::find_kernels(level);
-    if (kernels == nullptr) continue;
+  for (const Kernels* kernels : testing::kernel_levels()) {
     std::vector<float> x(70), residual(70), weight(70, 2);
     const auto run = [&] {
       kernels->add_rms_norm[cpu::float_dtype_idx(DType::kFloat32)]({.x = x.data(),

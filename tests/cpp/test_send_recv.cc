@@ -1,4 +1,5 @@
-// Messages: content, order, tags, sizes, and progress without help.
+// Messages, in shared memory and over a messenger: content, order, tags, sizes, and progress
+// without help.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -14,21 +15,25 @@
 
 #include "collective_case.h"
 #include "host/rendezvous.h"
+#include "hosts_ranks.h"
 #include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
-#include "thread_ranks.h"
 #include "transport/shm/context.h"
 
 namespace {
 
 using namespace ringcomm;
 using namespace ringcomm::testing;
+using testing::error_of;
 using testing::Message;
 
-// No data; the first slot's room, one byte more or less; the same of the slots after; a full link;
-// more than a link holds.
+// No data; what an envelope holds, one byte more or less; the first slot's room, likewise; the same
+// of the slots after; a full link; more than a link holds.
 constexpr std::size_t kSizes[] = {0,
                                   1,
+                                  4079,
+                                  4080,
+                                  4081,
                                   kSendRecvSlotBytes - kSendRecvHeaderBytes - 1,
                                   kSendRecvSlotBytes - kSendRecvHeaderBytes,
                                   kSendRecvSlotBytes - kSendRecvHeaderBytes + 1,
@@ -37,20 +42,26 @@ constexpr std::size_t kSizes[] = {0,
                                   kSendRecvLinkBytes + 1,
                                   5 * kSendRecvLinkBytes + 3};
 
-TEST_CASE("messages of every size arrive") {
-  run_ranks(2, [](Communicator& communicator) {
-    std::uint64_t turn = 0;
-    for (const std::size_t num_bytes : kSizes) {
-      ++turn;
-      if (communicator.rank() == 0) {
-        send_and_finish(communicator, 1, 5, turn, num_bytes);
-        recv_and_check(communicator, 1, 6, turn, num_bytes);
-      } else {
-        recv_and_check(communicator, 0, 5, turn, num_bytes);
-        send_and_finish(communicator, 0, 6, turn, num_bytes);
-      }
-    }
-  });
+// Of two ranks both ways at once, which is more than the links hold.
+TEST_CASE("messages of every size arrive, beside collectives") {
+  for (const char* placement : {"aa", "aaa", "ab", "abc", "aab"})
+    run_placed(
+        placement,
+        [](Communicator& communicator) {
+          const int rank = communicator.rank(), world_size = communicator.world_size();
+          const int next = (rank + 1) % world_size, previous = (rank + world_size - 1) % world_size;
+          std::uint64_t turn = 0;
+          for (const std::size_t num_bytes : kSizes) {
+            const Message received = post_recv(communicator, previous, 5, num_bytes);
+            const Message sent =
+                post_send(communicator, next, 5, message(rank, 5, turn, num_bytes));
+            run_case(communicator, {.num_elems = 5000, .salt = static_cast<std::uint32_t>(turn)});
+            finish(communicator, received);
+            finish(communicator, sent);
+            expect_message(received, previous, 5, turn++);
+          }
+        },
+        {}, std::chrono::microseconds(200));
 }
 
 TEST_CASE("calls and messages are right while a thread returns idle pages all the time") {
@@ -112,100 +123,99 @@ TEST_CASE("a send rings at the receiver's side, which may sleep until then") {
   });
 }
 
-TEST_CASE("both directions at once, more than the links hold") {
-  run_ranks(2, [](Communicator& communicator) {
-    const int peer = 1 - communicator.rank();
-    for (std::uint64_t turn = 0; turn < 4; ++turn) {
-      const std::size_t num_bytes = 3 * kSendRecvLinkBytes + turn;
-      const Message sent =
-          post_send(communicator, peer, turn, message(communicator.rank(), turn, turn, num_bytes));
-      const Message received = post_recv(communicator, peer, turn, num_bytes);
-      finish(communicator, sent);
-      finish(communicator, received);
-      expect_message(received, peer, turn, turn);
-    }
-  });
-}
-
 TEST_CASE("messages of a pair with one tag keep their order, many and small") {
   constexpr std::uint64_t kNumMessages = 300;
-  run_ranks(2, [](Communicator& communicator) {
-    const int peer = 1 - communicator.rank();
-    std::vector<Message> sent, received;
-    for (std::uint64_t turn = 0; turn < kNumMessages; ++turn) {
-      const std::size_t num_bytes = turn % 9;
-      sent.push_back(
-          post_send(communicator, peer, 1, message(communicator.rank(), 1, turn, num_bytes)));
-      received.push_back(post_recv(communicator, peer, 1, num_bytes));
-    }
-    for (std::uint64_t turn = 0; turn < kNumMessages; ++turn) {
-      finish(communicator, received[turn]);
-      expect_message(received[turn], peer, 1, turn);
-    }
-    for (const Message& message : sent) finish(communicator, message);
-    const Stats::Counts counts = communicator.stats().counts(OpKind::kSend, Algorithm::kDirect);
-    expect(counts.num_calls == kNumMessages, "every send counted");
-  });
+  for (const char* placement : {"aa", "ab"})
+    run_placed(placement, [](Communicator& communicator) {
+      const int peer = 1 - communicator.rank();
+      std::vector<Message> sent, received;
+      for (std::uint64_t turn = 0; turn < kNumMessages; ++turn) {
+        const std::size_t num_bytes = turn % 9;
+        sent.push_back(
+            post_send(communicator, peer, 1, message(communicator.rank(), 1, turn, num_bytes)));
+        received.push_back(post_recv(communicator, peer, 1, num_bytes));
+      }
+      for (std::uint64_t turn = 0; turn < kNumMessages; ++turn) {
+        finish(communicator, received[turn]);
+        expect_message(received[turn], peer, 1, turn);
+      }
+      for (const Message& message : sent) finish(communicator, message);
+      const Stats::Counts counts = communicator.stats().counts(OpKind::kSend, Algorithm::kDirect);
+      expect(counts.num_calls == kNumMessages, "every send counted");
+    });
 }
 
+// Over a messenger there are more lanes than threads: an operation that is waited for has a thread.
 TEST_CASE("receives in another order of tags than the sends, small and large") {
-  constexpr std::uint64_t kNumTags = 6;
-  for (const std::size_t num_bytes : {std::size_t{10}, kSendRecvLinkBytes + 100}) {
-    run_ranks(2, [&](Communicator& communicator) {
-      if (communicator.rank() == 0) {
-        std::vector<Message> sent;
-        for (std::uint64_t tag = 0; tag < kNumTags; ++tag)
-          sent.push_back(post_send(communicator, 1, tag, message(0, tag, 0, num_bytes)));
-        for (const Message& message : sent) finish(communicator, message);
-        return;
+  constexpr std::uint64_t kNumTags = 50;
+  const auto bytes_of = [](std::uint64_t tag) {
+    return tag % 10 == 0 ? kSendRecvLinkBytes + 100 : tag % 3 == 0 ? 9000 : std::size_t{10};
+  };
+  for (const char* placement : {"aa", "ab"})
+    run_placed(placement, [&](Communicator& communicator) {
+      std::vector<Message> posted;
+      for (std::uint64_t turn = 0; turn < 2; ++turn)
+        for (std::uint64_t i = 0; i < kNumTags; ++i) {
+          const std::uint64_t tag = communicator.rank() == 0 ? i : (i * 7 + 3) % kNumTags;
+          const std::size_t num_bytes = bytes_of(tag);
+          if (communicator.rank() == 0)
+            posted.push_back(post_send(communicator, 1, tag, message(0, tag, turn, num_bytes)));
+          else if (turn == 0)
+            recv_and_check(communicator, 0, tag, turn, num_bytes);
+          else
+            posted.push_back(post_recv(communicator, 0, tag, num_bytes));
+        }
+      for (; !posted.empty(); posted.pop_back()) {  // in the opposite order
+        finish(communicator, posted.back());
+        if (communicator.rank() == 1) expect_message(posted.back(), 0, posted.back().op->tag, 1);
       }
-      for (const std::uint64_t tag : {3U, 5U, 4U, 0U, 2U, 1U})
-        recv_and_check(communicator, 0, tag, 0, num_bytes);
     });
-  }
 }
 
 TEST_CASE("receives from any source take each message once, and return its sender") {
   constexpr int kWorld = 4;
   constexpr std::uint64_t kNumEach = 10;
-  run_ranks(kWorld, [](Communicator& communicator) {
-    if (communicator.rank() != 0) {
-      for (std::uint64_t turn = 0; turn < kNumEach; ++turn)
-        send_and_finish(communicator, 0, 8, turn, 100);
-      send_and_finish(communicator, 0, 9, 0, 50);
-      return;
-    }
-    std::array<std::uint64_t, kWorld> turns = {};
-    for (std::uint64_t i = 0; i < kNumEach * (kWorld - 1); ++i) {
-      const Message received = post_recv(communicator, -1, 8, 100);
-      finish(communicator, received);
-      const int source = received.op->peer;
-      expect(source > 0 && source < kWorld, "a source");
-      expect_message(received, source, 8, turns[static_cast<std::size_t>(source)]++);
-    }
-    for (int source = kWorld - 1; source > 0; --source) {
-      expect(turns[static_cast<std::size_t>(source)] == kNumEach, "all messages of a source");
-      recv_and_check(communicator, source, 9, 0, 50);
-    }
-  });
+  for (const char* placement : {"aaaa", "abcd", "aabc"})
+    run_placed(placement, [](Communicator& communicator) {
+      if (communicator.rank() != 0) {
+        for (std::uint64_t turn = 0; turn < kNumEach; ++turn)
+          send_and_finish(communicator, 0, 8, turn, 8000);
+        send_and_finish(communicator, 0, 9, 0, 50);
+        return;
+      }
+      std::array<std::uint64_t, kWorld> turns = {};
+      for (std::uint64_t i = 0; i < kNumEach * (kWorld - 1); ++i) {
+        const Message received = post_recv(communicator, -1, 8, 8000);
+        finish(communicator, received);
+        const int source = received.op->peer;
+        expect(source > 0 && source < kWorld, "a source");
+        expect_message(received, source, 8, turns[static_cast<std::size_t>(source)]++);
+      }
+      for (int source = kWorld - 1; source > 0; --source) {
+        expect(turns[static_cast<std::size_t>(source)] == kNumEach, "all messages of a source");
+        recv_and_check(communicator, source, 9, 0, 50);
+      }
+    });
 }
 
 TEST_CASE("a receive posted first gets the message, be it for any source or for one") {
-  run_ranks(2, [](Communicator& communicator) {
-    if (communicator.rank() == 1) {
+  for (const char* placement : {"aa", "ab"})
+    run_placed(placement, [](Communicator& communicator) {
+      if (communicator.rank() == 1) {
+        barrier(communicator);
+        for (std::uint64_t turn = 0; turn < 4; ++turn)
+          send_and_finish(communicator, 0, 7, turn, 16);
+        return;
+      }
+      std::vector<Message> received;
+      for (const int source : {-1, 1, 1, -1})
+        received.push_back(post_recv(communicator, source, 7, 16));
       barrier(communicator);
-      for (std::uint64_t turn = 0; turn < 4; ++turn) send_and_finish(communicator, 0, 7, turn, 16);
-      return;
-    }
-    std::vector<Message> received;
-    for (const int source : {-1, 1, 1, -1})
-      received.push_back(post_recv(communicator, source, 7, 16));
-    barrier(communicator);
-    for (std::uint64_t turn = 0; turn < 4; ++turn) {
-      finish(communicator, received[turn]);
-      expect_message(received[turn], 1, 7, turn);
-    }
-  });
+      for (std::uint64_t turn = 0; turn < 4; ++turn) {
+        finish(communicator, received[turn]);
+        expect_message(received[turn], 1, 7, turn);
+      }
+    });
 }
 
 TEST_CASE("a send that fits the link completes before it is received") {
@@ -226,19 +236,20 @@ TEST_CASE("a send that fits the link completes before it is received") {
 }
 
 TEST_CASE("operations make progress without a waiting thread") {
-  run_ranks(2, [](Communicator& communicator) {
-    constexpr std::size_t kNumBytes = 4 * kSendRecvLinkBytes;
-    std::atomic<bool> is_done = false;
-    const int peer = 1 - communicator.rank();
-    Message received, sent;
-    const auto done = [&] { is_done = true; };
-    if (communicator.rank() == 0)
-      sent = post_send(communicator, peer, 3, message(0, 3, 0, kNumBytes), kBound, done);
-    else
-      received = post_recv(communicator, peer, 3, kNumBytes, kBound, done);
-    wait_until([&] { return is_done.load(); }, "an end without a wait");
-    if (communicator.rank() == 1) expect_message(received, 0, 3, 0);
-  });
+  for (const char* placement : {"aa", "ab"})
+    run_placed(placement, [](Communicator& communicator) {
+      constexpr std::size_t kNumBytes = 4 * kSendRecvLinkBytes;
+      std::atomic<bool> is_done = false;
+      const int peer = 1 - communicator.rank();
+      Message received, sent;
+      const auto done = [&] { is_done = true; };
+      if (communicator.rank() == 0)
+        sent = post_send(communicator, peer, 3, message(0, 3, 0, kNumBytes), kBound, done);
+      else
+        received = post_recv(communicator, peer, 3, kNumBytes, kBound, done);
+      wait_until([&] { return is_done.load(); }, "an end without a wait");
+      if (communicator.rank() == 1) expect_message(received, 0, 3, 0);
+    });
 }
 
 // How often the first thread of that name has slept.
@@ -280,76 +291,47 @@ TEST_CASE("the queue's thread soon sleeps again while another thread drives") {
   CHECK(num_sleeps[num_sleeps.size() / 2] <= 8);
 }
 
-TEST_CASE("sends without a wait are delivered by the destructor") {
-  run_ranks(3, [](Communicator& communicator) {
-    constexpr std::size_t kNumBytes = 3 * kSendRecvLinkBytes;
-    if (communicator.rank() == 0) {
-      // Their buffers live until they are done: with the communicator, so in `done`.
-      for (const int peer : {1, 2}) {
-        auto bytes = std::make_shared<Bytes>(message(0, 4, 0, kNumBytes));
-        auto op = std::make_shared<SendRecvOp>();
-        *op = {.peer = peer,
-               .tag = 4,
-               .data = bytes->data(),
-               .num_bytes = kNumBytes,
-               .timeout = kBound,
-               .done = [bytes] {}};
-        communicator.send_recv()->post(op);
+// Their buffers outlive the communicator.
+TEST_CASE("the destructor delivers sends without a wait, and ends receives of nothing") {
+  constexpr std::size_t kNumBytes = 3 * kSendRecvLinkBytes;
+  for (const char* placement : {"aaa", "abc"}) {
+    std::vector<Message> posted(3);
+    std::atomic<int> num_done = 0;
+    run_placed(placement, [&](Communicator& communicator) {
+      const auto done = [&] { ++num_done; };
+      if (communicator.rank() == 0) {
+        for (const int peer : {1, 2})
+          posted[static_cast<std::size_t>(peer)] =
+              post_send(communicator, peer, 4, message(0, 4, 0, kNumBytes), kBound, done);
+        return;
       }
-      return;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(30 * communicator.rank()));
-    recv_and_check(communicator, 0, 4, 0, kNumBytes);
-  });
-}
-
-TEST_CASE("receives without a wait do not block the destructor") {
-  const auto begin = std::chrono::steady_clock::now();
-  run_ranks(2, [](Communicator& communicator) {
-    const auto bytes = std::make_shared<Bytes>(10);
-    auto op = std::make_shared<SendRecvOp>();
-    *op = {.kind = OpKind::kRecv,
-           .peer = 1 - communicator.rank(),
-           .data = bytes->data(),
-           .num_bytes = 10,
-           .timeout = kBound,
-           .done = [bytes] {}};
-    communicator.send_recv()->post(op);
-  });
-  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(20));
+      std::this_thread::sleep_for(std::chrono::milliseconds(30 * communicator.rank()));
+      recv_and_check(communicator, 0, 4, 0, kNumBytes);
+      if (communicator.rank() == 1) posted[0] = post_recv(communicator, 2, 9, 4, kBound, done);
+      if (communicator.rank() == 2) wait_until([&] { return num_done == 3; }, "all to be done");
+    });
+    CHECK(num_done == 3);
+    const Error error = testing::error_of([&] { std::rethrow_exception(posted[0].op->error); });
+    expect_error(error, ErrorKind::kAborted, {"destroyed before a message arrived"});
+  }
 }
 
 TEST_CASE("threads of one rank wait for operations of their own") {
   constexpr int kNumThreads = 4;
-  run_ranks(2, [](Communicator& communicator) {
-    const int peer = 1 - communicator.rank();
-    run_threads(kNumThreads, [&](int thread) {
-      const auto tag = static_cast<std::uint64_t>(thread);
-      for (std::uint64_t turn = 0; turn < 15; ++turn) {
-        const std::size_t num_bytes = turn % 5 == 4 ? kSendRecvLinkBytes + 77 : 40 * turn;
-        const Message sent =
-            post_send(communicator, peer, tag, message(communicator.rank(), tag, turn, num_bytes));
-        recv_and_check(communicator, peer, tag, turn, num_bytes);
-        finish(communicator, sent);
-      }
+  for (const char* placement : {"aa", "ab"})
+    run_placed(placement, [](Communicator& communicator) {
+      const int peer = 1 - communicator.rank();
+      run_threads(kNumThreads, [&](int thread) {
+        const auto tag = static_cast<std::uint64_t>(thread);
+        for (std::uint64_t turn = 0; turn < 15; ++turn) {
+          const std::size_t num_bytes = turn % 5 == 4 ? kSendRecvLinkBytes + 77 : 40 * turn;
+          const Message sent = post_send(communicator, peer, tag,
+                                         message(communicator.rank(), tag, turn, num_bytes));
+          recv_and_check(communicator, peer, tag, turn, num_bytes);
+          finish(communicator, sent);
+        }
+      });
     });
-  });
-}
-
-TEST_CASE("messages beside collectives") {
-  run_ranks(3, [](Communicator& communicator) {
-    const int next = (communicator.rank() + 1) % 3;
-    const int previous = (communicator.rank() + 2) % 3;
-    for (std::uint64_t turn = 0; turn < 10; ++turn) {
-      const Message sent =
-          post_send(communicator, next, 2, message(communicator.rank(), 2, turn, 300'000));
-      const Message received = post_recv(communicator, previous, 2, 300'000);
-      run_case(communicator, {.num_elems = 5000, .salt = static_cast<std::uint32_t>(turn)});
-      finish(communicator, received);
-      expect_message(received, previous, 2, turn);
-      finish(communicator, sent);
-    }
-  });
 }
 
 TEST_CASE("a group of one has no messages") {

@@ -1,18 +1,21 @@
-// Failures of messages: the rank that the error names, and no access to a buffer after its
-// operation has ended.
+// Failures of messages, in shared memory and over a messenger: the rank that the error names, and
+// no access to a buffer after its operation has ended.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
-#include <utility>
 
+#include "hosts_ranks.h"
 #include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
-#include "thread_ranks.h"
 
 namespace {
 
@@ -22,62 +25,51 @@ using std::chrono::milliseconds;
 using testing::error_of;
 using testing::Message;
 
+// In shared memory the message that did not fit stays in the link, and another receive needs the
+// one behind it. Over a messenger the group may have failed before the last is posted.
 TEST_CASE("a receive and a message of different sizes are a mismatch, posted in either order") {
-  for (const bool is_recv_first : {true, false}) {
-    run_ranks(2, [&](Communicator& communicator) {
-      if (communicator.rank() == 0) {
-        if (is_recv_first) barrier(communicator);
-        const Message sent = post_send(communicator, 1, 3, Bytes(20));
-        if (!is_recv_first) barrier(communicator);
-        expect_error(error_of([&] { recv_and_check(communicator, 1, 9, 0, 1); }),
-                     ErrorKind::kMismatch, {"failed", "20 bytes"});
-        return;
-      }
-      if (!is_recv_first) barrier(communicator);
-      const Message received = post_recv(communicator, 0, 3, 10);
-      if (is_recv_first) barrier(communicator);
-      expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kMismatch,
-                   {"rank 0 sent 20 bytes", "rank 1 receives 10", "tag 3"});
-    });
-  }
-}
-
-// The message that did not fit is still in the link, and another receive needs the next one.
-TEST_CASE("receives behind a mismatch fail with it and touch nothing") {
-  run_ranks(2, [](Communicator& communicator) {
-    if (communicator.rank() == 0) {
-      barrier(communicator);
-      const Message large = post_send(communicator, 1, 3, Bytes(200'000));
-      const Message small = post_send(communicator, 1, 4, Bytes(10));
-      expect_error(error_of([&] { recv_and_check(communicator, 1, 9, 0, 1); }),
-                   ErrorKind::kMismatch);
-      return;
-    }
-    const Message first = post_recv(communicator, 0, 3, 10);
-    const Message any = post_recv(communicator, -1, 4, 10);
-    barrier(communicator);
-    expect_error(error_of([&] { finish(communicator, any); }), ErrorKind::kMismatch,
-                 {"200000 bytes"});
-    expect_error(error_of([&] { finish(communicator, first); }), ErrorKind::kMismatch);
-    expect(first.bytes == Bytes(10, std::byte{0xee}), "an untouched buffer");
-  });
+  for (const std::string placement : {"aa", "ab"})
+    for (const bool is_recv_first : {true, false})
+      run_placed(placement, [&](Communicator& communicator) {
+        const int rank = communicator.rank();
+        Message large, small;
+        const Error error = error_of([&] {
+          if (is_recv_first != (rank == 1)) barrier(communicator);
+          large = rank == 1 ? post_recv(communicator, 0, 3, 10'000)
+                            : post_send(communicator, 1, 3, Bytes(200'000));
+          small = rank == 1 ? post_recv(communicator, -1, 4, 10)
+                            : post_send(communicator, 1, 4, Bytes(10));
+          if (is_recv_first == (rank == 1)) barrier(communicator);
+          finish(communicator, large);
+          recv_and_check(communicator, 1, 9, 0, 1);  // where the send had gone into the link
+        });
+        expect_error(error, ErrorKind::kMismatch,
+                     {"rank 0 sent 200000 bytes", "rank 1 receives 10000", "tag 3"});
+        if (rank == 0) return;
+        expect(large.bytes == Bytes(10'000, std::byte{0xee}), "an untouched buffer");
+        if (placement == "aa" && is_recv_first)
+          expect_error(error_of([&] { finish(communicator, small); }), ErrorKind::kMismatch,
+                       {"200000 bytes"});
+      });
 }
 
 TEST_CASE("a receive without a send times out, and names the sender") {
-  run_ranks(3, [](Communicator& communicator) {
-    if (communicator.rank() != 0) {
-      expect_error(error_of([&] { recv_and_check(communicator, 0, 1, 0, 4); }), ErrorKind::kTimeout,
-                   {"rank 0", "failed", "recv from rank 2 (tag 6, 44 bytes)"});
-      return;
-    }
-    const Message received = post_recv(communicator, 2, 6, 44, milliseconds(100));
-    const Error error = error_of([&] { finish(communicator, received); });
-    expect_error(error, ErrorKind::kTimeout, {"recv from rank 2 (tag 6, 44 bytes)", "100 ms"});
-    expect(error.info().rank == 2, "rank 2 to be blamed");
-    expect_error(error_of([&] { barrier(communicator); }), ErrorKind::kTimeout, {error.what()});
-    expect_error(error_of([&] { post_send(communicator, 1, 0, Bytes(1)); }), ErrorKind::kTimeout,
-                 {error.what()});
-  });
+  for (const char* placement : {"aaa", "abc"})
+    run_placed(placement, [](Communicator& communicator) {
+      if (communicator.rank() != 0) {
+        expect_error(error_of([&] { recv_and_check(communicator, 0, 1, 0, 4); }),
+                     ErrorKind::kTimeout,
+                     {"rank 0", "failed", "recv from rank 2 (tag 6, 44 bytes)"});
+        return;
+      }
+      const Message received = post_recv(communicator, 2, 6, 44, milliseconds(100));
+      const Error error = error_of([&] { finish(communicator, received); });
+      expect_error(error, ErrorKind::kTimeout, {"recv from rank 2 (tag 6, 44 bytes)", "100 ms"});
+      expect(error.info().rank == 2, "rank 2 to be blamed");
+      expect_error(error_of([&] { barrier(communicator); }), ErrorKind::kTimeout, {error.what()});
+      expect_error(error_of([&] { post_send(communicator, 1, 0, Bytes(1)); }), ErrorKind::kTimeout,
+                   {error.what()});
+    });
 }
 
 TEST_CASE("a send that is not received times out, also without a waiting thread") {
@@ -97,38 +89,40 @@ TEST_CASE("a send that is not received times out, also without a waiting thread"
 }
 
 TEST_CASE("a receive for later, which nobody awaits, has no timeout") {
-  run_ranks(2, [](Communicator& communicator) {
-    if (communicator.rank() == 1) {
+  for (const char* placement : {"aa", "ab"})
+    run_placed(placement, [](Communicator& communicator) {
+      if (communicator.rank() == 1) {
+        barrier(communicator);
+        send_and_finish(communicator, 0, 2, 0, 8);
+        return;
+      }
+      std::atomic<bool> is_there = false;
+      const Message received =
+          post_recv(communicator, 1, 2, 8, milliseconds(1), [&] { is_there = true; });
+      std::this_thread::sleep_for(3 * kCheckInterval);  // long enough for an end
       barrier(communicator);
-      send_and_finish(communicator, 0, 2, 0, 8);
-      return;
-    }
-    std::atomic<bool> is_there = false;
-    const Message received =
-        post_recv(communicator, 1, 2, 8, milliseconds(1), [&] { is_there = true; });
-    std::this_thread::sleep_for(3 * kCheckInterval);  // long enough for an end
-    barrier(communicator);
-    wait_until([&] { return is_there.load(); }, "the message");
-    finish(communicator, received);
-    expect_message(received, 1, 2, 0);
-  });
+      wait_until([&] { return is_there.load(); }, "the message");
+      finish(communicator, received);
+      expect_message(received, 1, 2, 0);
+    });
 }
 
 TEST_CASE("wait returns at its own deadline and leaves the operation unchanged") {
-  run_ranks(2, [](Communicator& communicator) {
-    if (communicator.rank() == 1) {
+  for (const char* placement : {"aa", "ab"})
+    run_placed(placement, [](Communicator& communicator) {
+      if (communicator.rank() == 1) {
+        barrier(communicator);
+        send_and_finish(communicator, 0, 2, 0, 8);
+        return;
+      }
+      const Message received = post_recv(communicator, 1, 2, 8);
+      const auto deadline = SendRecv::Clock::now() + milliseconds(60);
+      expect(!communicator.send_recv()->wait(received.op, deadline, {}), "nothing yet");
+      expect(SendRecv::Clock::now() >= deadline, "the full timeout");
       barrier(communicator);
-      send_and_finish(communicator, 0, 2, 0, 8);
-      return;
-    }
-    const Message received = post_recv(communicator, 1, 2, 8);
-    const auto deadline = SendRecv::Clock::now() + milliseconds(60);
-    expect(!communicator.send_recv()->wait(received.op, deadline, {}), "nothing yet");
-    expect(SendRecv::Clock::now() >= deadline, "the full timeout");
-    barrier(communicator);
-    finish(communicator, received);
-    expect_message(received, 1, 2, 0);
-  });
+      finish(communicator, received);
+      expect_message(received, 1, 2, 0);
+    });
 }
 
 TEST_CASE("a peer that leaves fails what waits for it, after what it sent") {
@@ -170,18 +164,6 @@ TEST_CASE("a receive from any source takes the message of a rank that has left, 
   });
 }
 
-TEST_CASE("a receive from any source fails when all other ranks have left") {
-  std::atomic<bool> is_posted = false;
-  run_ranks(3, [&](Communicator& communicator) {
-    if (communicator.rank() != 0)
-      return testing::wait_until([&] { return is_posted.load(); }, "the receive");
-    const Message received = post_recv(communicator, -1, 4, 10);
-    is_posted = true;
-    expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kPeerDied,
-                 {"rank 2", "has destroyed"});
-  });
-}
-
 // The message and the end arrive between the engine's last check of the link and its check of the
 // peer.
 TEST_CASE("a message sent right before its sender left is received") {
@@ -210,24 +192,26 @@ TEST_CASE("a message sent right before its sender left is received") {
 }
 
 TEST_CASE("is_interrupted ends a wait for a message") {
-  run_ranks(2, [](Communicator& communicator) {
-    const Message received = post_recv(communicator, 1 - communicator.rank(), 1, 64);
-    const bool is_interrupted = communicator.rank() == 0;
-    communicator.send_recv()->wait(received.op, SendRecv::Clock::now() + kBound,
-                                   [&] { return is_interrupted; });
-    expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kAborted,
-                 {"interrupted"});
-  });
+  for (const char* placement : {"aa", "ab"})
+    run_placed(placement, [](Communicator& communicator) {
+      const Message received = post_recv(communicator, 1 - communicator.rank(), 1, 64);
+      const bool is_interrupted = communicator.rank() == 0;
+      communicator.send_recv()->wait(received.op, SendRecv::Clock::now() + kBound,
+                                     [&] { return is_interrupted; });
+      expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kAborted,
+                   {"interrupted"});
+    });
 }
 
 TEST_CASE("abort fails messages that wait") {
-  run_ranks(3, [](Communicator& communicator) {
-    const Message received = post_recv(communicator, (communicator.rank() + 1) % 3, 1, 64);
-    barrier(communicator);
-    if (communicator.rank() == 1) communicator.abort("enough");
-    expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kAborted,
-                 {"enough"});
-  });
+  for (const char* placement : {"aaa", "abc"})
+    run_placed(placement, [](Communicator& communicator) {
+      const Message received = post_recv(communicator, (communicator.rank() + 1) % 3, 1, 64);
+      barrier(communicator);
+      if (communicator.rank() == 1) communicator.abort("enough");
+      expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kAborted,
+                   {"enough"});
+    });
 }
 
 // Traffic with one peer must not hide that another one is late.
@@ -302,28 +286,109 @@ TEST_CASE("the buffer of a receive that has timed out is left alone") {
   });
 }
 
-TEST_CASE("a peer that is no other rank is refused") {
-  run_ranks(2, [](Communicator& communicator) {
-    for (const int peer : {communicator.rank(), 2, 99})
-      CHECK_THROWS_AS(post_send(communicator, peer, 0, Bytes(1)), std::invalid_argument);
-    CHECK_THROWS_AS(post_send(communicator, -1, 0, Bytes(1)), std::invalid_argument);
-    CHECK_THROWS_AS(post_recv(communicator, 2, 0, 1), std::invalid_argument);
-    CHECK_THROWS_AS(post_recv(communicator, communicator.rank(), 0, 1), std::invalid_argument);
-    barrier(communicator);
+TEST_CASE("a peer that is no other rank is refused, and so is a tag that a messenger needs") {
+  for (const std::string placement : {"aa", "ab"})
+    run_placed(placement, [&](Communicator& communicator) {
+      for (const int peer : {-1, communicator.rank(), 2, 99})
+        CHECK_THROWS_AS(post_send(communicator, peer, 0, Bytes(1)), std::invalid_argument);
+      CHECK_THROWS_AS(post_recv(communicator, 2, 0, 1), std::invalid_argument);
+      CHECK_THROWS_AS(post_recv(communicator, communicator.rank(), 0, 1), std::invalid_argument);
+      if (placement == "ab")
+        CHECK_THROWS_AS(post_recv(communicator, 1 - communicator.rank(), 0x7f000000, 1),
+                        std::invalid_argument);
+      barrier(communicator);
+    });
+}
+
+// Over a messenger each receive is one message; what the group knows of its ranks says whether one
+// is left to send.
+TEST_CASE("a receive from any source fails when all other ranks have left") {
+  for (const std::string placement : {"aaaa", "abcd"}) {
+    MemoryNetwork network(4);
+    std::atomic<int> num_started = 0;
+    network.on_start([&](int rank, int) { num_started += rank == 0; });
+    run_placed(network, placement, [&](Communicator& communicator) {
+      barrier(communicator);
+      if (communicator.rank() != 0) return;
+      const int num_before = num_started;
+      const Message received = post_recv(communicator, -1, 7, 100);
+      CHECK(num_started == num_before + (placement == "abcd" ? 1 : 0));
+      const Error error = error_of([&] { finish(communicator, received); });
+      expect_error(error, ErrorKind::kPeerDied, {"has destroyed the group", "recv from any rank"});
+    });
+  }
+}
+
+// Its sender is known by then, and the rest does not come: rank 1 stops in the middle of its send.
+TEST_CASE("a receive from any source times out after its envelope has come") {
+  MemoryNetwork network(2);
+  std::atomic<bool> is_posted = false, is_open = false, is_over = false;
+  std::atomic<int> num_sent = 0;
+  network.on_start([&](int rank, int) {
+    if (!is_posted) return;
+    if (rank == 0) is_open = true;  // it receives the rest
+    if (rank == 1 && ++num_sent == 2) wait_until([&] { return is_over.load(); }, "the time-out");
+  });
+  run_placed(network, "ab", [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      wait_until([&] { return is_posted.load(); }, "the receive");
+      expect_error(error_of([&] { send_and_finish(communicator, 0, 7, 0, 8000); }),
+                   ErrorKind::kTimeout, {"rank 0", "failed"});
+      return;
+    }
+    const auto received = post_recv(communicator, -1, 7, 8000, milliseconds(100));
+    is_posted = true;
+    wait_until([&] { return is_open.load(); }, "the envelope");
+    const Error error = error_of([&] { finish(communicator, received); });
+    is_over = true;
+    expect_error(error, ErrorKind::kTimeout, {"recv from rank 1 (tag 7, 8000 bytes)", "100 ms"});
   });
 }
 
-TEST_CASE("a message's time-out without end is one") {
-  run_ranks(2, [](Communicator& communicator) {
-    if (communicator.rank() == 0) {
-      std::this_thread::sleep_for(milliseconds(60));
-      send_and_finish(communicator, 1, 0, 0, 10);
+// As a future begins it. The child is forked while this rank starts a message, with the lock.
+TEST_CASE("no timeout begins in a forked child") {
+  MemoryNetwork network(2);
+  Message received;
+  std::atomic<bool> forks = false;
+  int status = -1;
+  Communicator* parent = nullptr;
+  network.on_start([&](int rank, int) {
+    if (rank != 0 || !forks.exchange(false)) return;
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(10);  // ends a child that waits for the lock
+      parent->send_recv()->begin_timeout(received.op);
+      ::_exit(0);
+    }
+    ::waitpid(child, &status, 0);
+  });
+  run_placed(network, "ab", [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      recv_and_check(communicator, 0, 4, 0, 8);
+      send_and_finish(communicator, 0, 3, 0, 8);
       return;
     }
-    const Message received = post_recv(communicator, 0, 0, 10, milliseconds::max());
+    received = post_recv(communicator, 1, 3, 8);
+    parent = &communicator;
+    forks = true;
+    send_and_finish(communicator, 1, 4, 0, 8);
     finish(communicator, received);
-    expect_message(received, 0, 0, 0);
   });
+  CHECK(status == 0);
+}
+
+TEST_CASE("a message's time-out without end is one") {
+  for (const char* placement : {"aa", "ab"})
+    run_placed(placement, [](Communicator& communicator) {
+      if (communicator.rank() == 0) {
+        std::this_thread::sleep_for(milliseconds(60));
+        send_and_finish(communicator, 1, 0, 0, 10);
+        return;
+      }
+      const Message received = post_recv(communicator, 0, 0, 10, milliseconds::max());
+      finish(communicator, received);
+      expect_message(received, 0, 0, 0);
+    });
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -24,27 +23,19 @@ using testing::rooted;
 using testing::run_case;
 using testing::run_ranks;
 
-constexpr OpKind kUneven[] = {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
-                              OpKind::kScatter, OpKind::kAllToAll};
+const std::vector<OpKind> kUneven = {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
+                                     OpKind::kScatter, OpKind::kAllToAll};
 
-TEST_CASE("uneven shards, worlds 1 to 8") {
-  const auto counts_of = [](int) { return std::vector<std::size_t>{1, 3, 500}; };
-  testing::run_cases_of_worlds(kUneven, counts_of, true);
-}
-
-// Shares with no, some and many pieces in one call, followed by calls of one size, which check the
-// state of the boards.
+// Shards with no, some and many pieces in one call, before and after calls of one size, which check
+// the state of the boards. In short: test_collectives.cc.
 TEST_CASE("uneven shards in several pieces" * doctest::skip(testing::kHasThreadSanitizer)) {
   run_ranks(3, [&](Communicator& communicator) {
-    std::uint32_t salt = 0;
     for (const OpKind op : kUneven)
-      for (const bool is_uneven : {true, false, true})
-        run_case(communicator, {.op = op,
-                                .dtype = DType::kBFloat16,
-                                .root = rooted(op) ? 1 : -1,
-                                .num_elems = kPhaseBytes,
-                                .salt = ++salt,
-                                .is_uneven = is_uneven});
+      testing::run_cases(communicator, {.counts = {kPhaseBytes},
+                                        .ops = {op},
+                                        .dtypes = {DType::kBFloat16},
+                                        .in_place = {false},
+                                        .uneven = {true, false, true}});
   });
 }
 
@@ -76,16 +67,10 @@ TEST_CASE("uneven shards in place: ranks with one, two and many pieces" *
 // https://github.com/pmodels/mpich/issues/2530.
 TEST_CASE("even and uneven shards of many ranks" * doctest::skip(testing::kHasThreadSanitizer)) {
   run_ranks(24, [&](Communicator& communicator) {
-    std::uint32_t salt = 0;
-    for (const OpKind op : {OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
-      for (const std::size_t num_elems : {1, 17, 40'000})
-        for (const bool is_uneven : {false, true})
-          run_case(communicator, {.op = op,
-                                  .root = rooted(op) ? 13 : -1,
-                                  .num_elems = num_elems,
-                                  .is_in_place = op == OpKind::kAllToAll && num_elems == 40'000,
-                                  .salt = ++salt,
-                                  .is_uneven = is_uneven});
+    testing::run_cases(communicator, {.counts = {1, 17, 40'000},
+                                      .ops = {OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll},
+                                      .in_place = {},
+                                      .uneven = {false, true}});
   });
 }
 
@@ -264,17 +249,10 @@ TEST_CASE("a rank's shard for itself has one size, or the call fails at once") {
   for (const int world_size : {1, 3}) {
     run_ranks(world_size, [&](Communicator& communicator) {
       const Sizes wrong{.num_elems = 4, .inputs = {5, 5, 5}};
-      for (const OpKind op : {OpKind::kReduceScatter, OpKind::kScatter, OpKind::kAllToAll}) {
-        std::string what;
-        try {
-          run_sizes(communicator, op, rooted(op) ? 0 : -1, wrong);
-        } catch (const std::invalid_argument& error) {
-          what = error.what();
-        }
-        expect(what.find("own input shard has 5 bytes and its own output shard 4") !=
-                   std::string::npos,
-               "a word on the own shard: " + what);
-      }
+      for (const OpKind op : {OpKind::kReduceScatter, OpKind::kScatter, OpKind::kAllToAll})
+        testing::expect_throws<std::invalid_argument>(
+            [&] { run_sizes(communicator, op, rooted(op) ? 0 : -1, wrong); },
+            {"own input shard has 5 bytes and its own output shard 4"});
       run_case(communicator, {.num_elems = 9});
     });
   }

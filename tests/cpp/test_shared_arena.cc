@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "children.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/shared_arena.h"
@@ -257,21 +258,18 @@ TEST_CASE("a forked child shares what it inherits, frees none of it, and has an 
   SharedArena& arena = SharedArena::instance();
   auto* block = static_cast<unsigned char*>(arena.allocate(80 * kMiB));
   std::memset(block, 7, 80 * kMiB);
-  const pid_t pid = ::fork();
-  if (pid == 0) {
+  const auto uses_its_own = [&] {
     block[1] = 8;
-    if (SharedArena::find() != nullptr) ::_exit(1);
+    if (SharedArena::find() != nullptr) return 1;
     SharedArena::instance().deallocate(block);
     auto* own = static_cast<unsigned char*>(SharedArena::instance().allocate(80 * kMiB));
-    if (SharedArena::instance().locate(block, 1).is_somewhere()) ::_exit(2);
-    if (own >= block && own < block + 80 * kMiB) ::_exit(3);
+    if (SharedArena::instance().locate(block, 1).is_somewhere()) return 2;
+    if (own >= block && own < block + 80 * kMiB) return 3;
     own[0] = 9;
     SharedArena::instance().deallocate(own);
-    ::_exit(0);
-  }
-  int status = 0;
-  REQUIRE(::waitpid(pid, &status, 0) == pid);
-  CHECK(status == 0);
+    return 0;
+  };
+  CHECK(testing::status_of_child(uses_its_own) == 0);
   CHECK(block[0] == 7);
   CHECK(block[1] == 8);
   CHECK(block[80 * kMiB - 1] == 7);

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "children.h"
 #include "collectives/recorder.h"
 #include "core/errors.h"
 #include "host/fd.h"
@@ -99,10 +100,6 @@ TEST_CASE("refusals of the system carry the call, its text and its code") {
                {"ftruncate"});
 }
 
-TEST_CASE("connecting without a listener is no error: the process may have ended") {
-  CHECK_FALSE(static_cast<bool>(connect_to(unused_name("nobody"))));
-}
-
 TEST_CASE("UniqueFd closes what it owns, once") {
   UniqueFd fd = create_memfd(1);
   const int number = fd.get();
@@ -118,8 +115,7 @@ TEST_CASE("UniqueFd closes what it owns, once") {
 
 // Where the program has closed its standard output, the first descriptor that is free is 1.
 TEST_CASE("a descriptor of ours is never a standard one") {
-  const pid_t pid = ::fork();
-  if (pid == 0) {
+  const auto num_failures = [] {
     for (int fd = 0; fd < 3; ++fd) ::close(fd);
     int failures = 0;
     const UniqueFd memory = create_memfd(4096);
@@ -128,11 +124,9 @@ TEST_CASE("a descriptor of ours is never a standard one") {
     failures += memory.get() < 3 || file.get() < 3;
     for (int fd = 0; fd < 3; ++fd) failures += is_open(fd);
     failures += (::fcntl(file.get(), F_GETFD) & FD_CLOEXEC) == 0;
-    ::_exit(failures);
-  }
-  int status = 0;
-  CHECK(::waitpid(pid, &status, 0) == pid);
-  CHECK(status == 0);
+    return failures;
+  };
+  CHECK(testing::status_of_child(num_failures) == 0);
 }
 
 // As after a library that closes all descriptors of the process.

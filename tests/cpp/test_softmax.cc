@@ -13,6 +13,7 @@
 #include "kernels/common/tables.h"
 #include "kernels/common/types.h"
 #include "kernels/losses/softmax.h"
+#include "operator_case.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 
@@ -21,7 +22,11 @@ namespace {
 using namespace ringcomm;
 using cpu::Kernels;
 using oracle::Bytes;
-using Floats = std::vector<float>;
+using testing::decoded;
+using testing::encoded;
+using testing::Floats;
+using testing::Guarded;
+using testing::kernel_levels;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr double kUnit = 0x1p-24;      // a rounding of fp32, relative
@@ -29,59 +34,7 @@ constexpr double kSmallest = 1.2e-38;  // exponentials below the smallest normal
 // Nothing; a tail; around the partial sums' lanes; around a block; several blocks and a tail.
 constexpr std::size_t kSizes[] = {0, 1, 3, 63, 64, 65, 1023, 1024, 1025, 5000};
 
-struct Level {
-  const char* name;
-  const Kernels* kernels;
-};
-
-std::vector<Level> available_levels() {
-  std::vector<Level> levels;
-  for (const char* name : {"baseline", "avx2", "avx512"})
-    if (const Kernels* kernels = cpu::find_kernels(name)) levels.push_back({name, kernels});
-  return levels;
-}
-
 // ---- rows in memory
-
-float rounded(float value, DType dtype) {
-  if (dtype == DType::kFloat32) return value;
-  const oracle::Format16 format =
-      dtype == DType::kFloat16 ? oracle::kFormatFloat16 : oracle::kFormatBFloat16;
-  return format.decode(format.encode(value));
-}
-
-Bytes encoded(const Floats& values, DType dtype) {
-  if (dtype == DType::kFloat32)
-    return oracle::collect(values.size(), [&](std::size_t i) { return values[i]; });
-  const oracle::Format16 format =
-      dtype == DType::kFloat16 ? oracle::kFormatFloat16 : oracle::kFormatBFloat16;
-  return oracle::collect(values.size(), [&](std::size_t i) { return format.encode(values[i]); });
-}
-
-/// Bytes off any alignment, between two guards.
-class Guarded {
- public:
-  explicit Guarded(const Bytes& content) : content_bytes_(content.size()) {
-    bytes_.assign(kOffset + content.size() + kOffset, kGuard);
-    std::copy(content.begin(), content.end(), bytes_.begin() + kOffset);
-  }
-  void* data() { return bytes_.data() + kOffset; }
-  Bytes content() const {
-    return {bytes_.begin() + kOffset,
-            bytes_.begin() + kOffset + static_cast<std::ptrdiff_t>(content_bytes_)};
-  }
-  bool is_guarded() const {
-    const auto is_guard = [](unsigned char byte) { return byte == kGuard; };
-    return std::all_of(bytes_.begin(), bytes_.begin() + kOffset, is_guard) &&
-           std::all_of(bytes_.end() - kOffset, bytes_.end(), is_guard);
-  }
-
- private:
-  static constexpr std::ptrdiff_t kOffset = 129;
-  static constexpr unsigned char kGuard = 0xa5;
-  std::size_t content_bytes_;
-  Bytes bytes_;
-};
 
 struct Options {
   float logit_scale = 1;
@@ -107,10 +60,9 @@ struct Row {
   Row(const Floats& given, DType type, const Options& given_options)
       : dtype(type), options(given_options) {
     std::mt19937 random(3);
-    for (const float value : given) {
-      values.push_back(rounded(value, dtype));
+    values = decoded(encoded(given, dtype), dtype);
+    for (std::size_t i = 0; i < given.size(); ++i)
       weights.push_back(static_cast<float>(random() % 1000) / 250.0F);
-    }
   }
   LogitRow over(const void* logits) const {
     return {.logits = logits,
@@ -131,14 +83,16 @@ struct Row {
   std::int64_t target_idx = -1;
 };
 
+constexpr std::size_t kOffBytes = 1;  // off any alignment
+
 SoftmaxStats stats_of(const Kernels& kernels, const Row& row) {
-  Guarded logits(encoded(row.values, row.dtype));
+  Guarded logits(encoded(row.values, row.dtype), kOffBytes);
   return kernels.softmax[cpu::float_dtype_idx(row.dtype)].stats(row.over(logits.data()));
 }
 
 Bytes grad_of(const Kernels& kernels, const Row& row, const LogitGrad& grad, bool is_in_place) {
   const Bytes content = encoded(row.values, row.dtype);
-  Guarded logits(content), other(Bytes(content.size(), 0));
+  Guarded logits(content, kOffBytes), other(content.size(), kOffBytes);
   Guarded& to = is_in_place ? logits : other;
   kernels.softmax[cpu::float_dtype_idx(row.dtype)].grad(row.over(logits.data()), grad, to.data());
   CHECK(to.is_guarded());
@@ -242,15 +196,9 @@ void check_grad(const Bytes& bytes, const Row& row, const LogitGrad& grad,
     double bound = (of_prob + 3 * terms) * std::fabs(slope) * kUnit + terms * of_slope * kUnit +
                    kSmallest * (1 + std::fabs(grad.prob));
     const double value = (prob - smooth - target) * slope;
-    float actual = 0;
-    if (row.dtype == DType::kFloat32) {
-      actual = oracle::element<float>(bytes, i);
-    } else {
-      const bool is_half = row.dtype == DType::kFloat16;
-      actual = (is_half ? oracle::kFormatFloat16 : oracle::kFormatBFloat16)
-                   .decode(oracle::element<std::uint16_t>(bytes, i));
-      bound += is_half ? std::fabs(value) * 0x1.01p-11 + 0x1p-25 : std::fabs(value) * 0x1.01p-8;
-    }
+    if (row.dtype == DType::kFloat16) bound += std::fabs(value) * 0x1.01p-11 + 0x1p-25;
+    if (row.dtype == DType::kBFloat16) bound += std::fabs(value) * 0x1.01p-8;
+    const float actual = decoded(bytes, i, row.dtype);
     check_near("gradient", actual, {value, bound});
   }
 }
@@ -307,9 +255,8 @@ TEST_CASE("stats are those of double, with the same bits at every level") {
   for_each_row([](const Row& row) {
     const SoftmaxStats stats = stats_of(cpu::kBaselineFloatKernels, row);
     check_stats(stats, row, Expected(row));
-    for (const Level& level : available_levels()) {
-      CAPTURE(std::string(level.name));
-      const SoftmaxStats others = stats_of(*level.kernels, row);
+    for (const Kernels* kernels : kernel_levels()) {
+      const SoftmaxStats others = stats_of(*kernels, row);
       CHECK(std::memcmp(&others, &stats, sizeof stats) == 0);
     }
   });
@@ -323,10 +270,9 @@ TEST_CASE("gradients are those of double, in place too, with the same bits at ev
       const LogitGrad grad = {.max = max, .prob = 0.4F, .smooth = smooth, .target = 0.75F};
       const Bytes bytes = grad_of(cpu::kBaselineFloatKernels, row, grad, false);
       check_grad(bytes, row, grad, expected);
-      for (const Level& level : available_levels())
+      for (const Kernels* kernels : kernel_levels())
         for (const bool is_in_place : {false, true}) {
-          CAPTURE(std::string(level.name));
-          CHECK(grad_of(*level.kernels, row, grad, is_in_place) == bytes);
+          CHECK(grad_of(*kernels, row, grad, is_in_place) == bytes);
         }
     }
   });
@@ -334,14 +280,14 @@ TEST_CASE("gradients are those of double, in place too, with the same bits at ev
 
 TEST_CASE("the target is found in every block, and only where it is") {
   const Floats values = filled(kFills[0], 5000);
-  for (const Level& level : available_levels())
+  for (const Kernels* kernels : kernel_levels())
     for (const std::int64_t target : {-1, 0, 1, 1023, 1024, 2047, 4095, 4096, 4999}) {
       Row row(values, DType::kFloat32, kPlain);
       row.target_idx = target;
       CAPTURE(target);
       const float expected = target < 0 ? 0.0F : values[static_cast<std::size_t>(target)];
-      CHECK(stats_of(*level.kernels, row).target == expected);
-      const Bytes grad = grad_of(*level.kernels, row, {.target = 1}, false);
+      CHECK(stats_of(*kernels, row).target == expected);
+      const Bytes grad = grad_of(*kernels, row, {.target = 1}, false);
       for (std::size_t i = 0; i < values.size(); ++i)
         if (oracle::element<float>(grad, i) != (static_cast<std::int64_t>(i) == target ? -1 : 0))
           FAIL_CHECK("gradient " << i);
@@ -349,13 +295,13 @@ TEST_CASE("the target is found in every block, and only where it is") {
 }
 
 TEST_CASE("argmax is the first of equals, in and across blocks") {
-  for (const Level& level : available_levels())
+  for (const Kernels* kernels : kernel_levels())
     for (const DType dtype : cpu::kFloatDTypes)
       for (const std::size_t first : {0U, 17U, 63U, 1023U, 1024U, 4990U}) {
         Floats values(5000, 1.0F);
         for (const std::size_t i : {first, first + 1, std::size_t{4999}}) values[i] = 2;
         const Row row(values, dtype, {.wants_more = true});
-        CHECK(stats_of(*level.kernels, row).argmax == static_cast<std::int32_t>(first));
+        CHECK(stats_of(*kernels, row).argmax == static_cast<std::int32_t>(first));
       }
 }
 
@@ -363,14 +309,12 @@ TEST_CASE("argmax is the first of equals, in and across blocks") {
 
 TEST_CASE("rows of -infinity have no sum; NaN and infinity go into it") {
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  for (const Level& level : available_levels())
+  for (const Kernels* kernels : kernel_levels())
     for (const DType dtype : cpu::kFloatDTypes)
       for (const std::size_t size : {1U, 65U, 5000U}) {
-        CAPTURE(std::string(level.name));
         CAPTURE(size);
         const Options options{.wants_more = true};
-        const SoftmaxStats none =
-            stats_of(*level.kernels, Row(Floats(size, -kInf), dtype, options));
+        const SoftmaxStats none = stats_of(*kernels, Row(Floats(size, -kInf), dtype, options));
         CHECK(none.max == -kInf);
         CHECK(none.sum == 0);
         CHECK(none.entropy == 0);
@@ -381,10 +325,10 @@ TEST_CASE("rows of -infinity have no sum; NaN and infinity go into it") {
               Floats values(size, other);
               values[place] = special;
               const Row row(values, dtype, options);
-              const SoftmaxStats stats = stats_of(*level.kernels, row);
+              const SoftmaxStats stats = stats_of(*kernels, row);
               CHECK(std::isnan(stats.sum));
               CHECK(stats.max == (special == kInf ? kInf : size == 1 ? -kInf : other));
-              const Bytes grad = grad_of(*level.kernels, row, {.max = 0, .prob = 1}, false);
+              const Bytes grad = grad_of(*kernels, row, {.max = 0, .prob = 1}, false);
               CHECK(grad == grad_of(cpu::kBaselineFloatKernels, row, {.max = 0, .prob = 1}, false));
             }
       }
@@ -393,19 +337,18 @@ TEST_CASE("rows of -infinity have no sum; NaN and infinity go into it") {
 // The value of masks: the lowest fp32 number.
 TEST_CASE("blocks of the lowest number count for nothing") {
   const float lowest = std::numeric_limits<float>::lowest();
-  for (const Level& level : available_levels())
+  for (const Kernels* kernels : kernel_levels())
     for (const std::size_t begin : {0U, 1024U}) {
       Floats values(3072, lowest);
       std::fill_n(values.begin() + static_cast<std::ptrdiff_t>(begin), 1024, 3e4F);
       const Row row(values, DType::kFloat32, {.wants_more = true});
-      const SoftmaxStats stats = stats_of(*level.kernels, row);
+      const SoftmaxStats stats = stats_of(*kernels, row);
       CHECK(stats.sum == 1024);
       CHECK(stats.entropy == 0);
       const Row masked(Floats(4096, lowest), DType::kFloat32, row.options);
       const Row seen(Floats(8, 3e38F), DType::kFloat32, row.options);
       for (const Row* other : {&row, &seen}) {
-        const SoftmaxStats a = stats_of(*level.kernels, masked),
-                           b = stats_of(*level.kernels, *other);
+        const SoftmaxStats a = stats_of(*kernels, masked), b = stats_of(*kernels, *other);
         for (const SoftmaxStats& both : {merge(a, b), merge(b, a)}) {
           CHECK(both.sum == b.sum);
           CHECK(both.entropy == 0);
@@ -430,14 +373,13 @@ TEST_CASE("exp is right within 1.1 ulp, and tanh within 1.7") {
     values.push_back(-87.336F * static_cast<float>(random()) / 4294967296.0F);
   values.push_back(0);
   const Row row(values, DType::kFloat32, kPlain);
-  for (const Level& level : available_levels()) {
-    const Bytes exps = grad_of(*level.kernels, row, {.max = 0, .prob = 1}, false);
+  for (const Kernels* kernels : kernel_levels()) {
+    const Bytes exps = grad_of(*kernels, row, {.max = 0, .prob = 1}, false);
     for (std::size_t i = 0; i < values.size(); ++i)
       worst_exp = std::max(worst_exp, ulps_between(oracle::element<float>(exps, i),
                                                    std::exp(static_cast<double>(values[i]))));
   }
-  const SoftmaxOps& best =
-      available_levels().back().kernels->softmax[cpu::float_dtype_idx(DType::kFloat32)];
+  const SoftmaxOps& best = kernel_levels().back()->softmax[cpu::float_dtype_idx(DType::kFloat32)];
   for (std::size_t i = 0; i < kNumValues; ++i) {
     const float magnitude = std::ldexp(1 + static_cast<float>(random()) / 4294967296.0F,
                                        static_cast<int>(random() % 24) - 20);

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <random>
 #include <string>
@@ -14,8 +13,6 @@
 #include "collective_case.h"
 #include "hosts_ranks.h"
 #include "kernels/common/tables.h"
-#include "memory_messages.h"
-#include "reduce/reduce_op.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 
@@ -24,10 +21,11 @@ namespace {
 using namespace ringcomm;
 using oracle::Bytes;
 using oracle::kNoLogits;
-using testing::Case;
+using testing::CaseTable;
 using testing::expect;
 using testing::kAlgorithms;
-using testing::MemoryNetwork;
+using testing::run_cases;
+using testing::run_placed;
 
 bool is_same(const SoftmaxStats& a, const SoftmaxStats& b) {
   return std::memcmp(&a, &b, sizeof a) == 0;
@@ -130,42 +128,6 @@ TEST_CASE("a NaN in a part is a NaN in the merged stats") {
 
 // ---- as a reduction
 
-TEST_CASE("only stats merge, and they do nothing else") {
-  for (int d = 0; d < kNumDTypes; ++d)
-    for (int r = 0; r < kNumReductions; ++r) {
-      const auto dtype = static_cast<DType>(d);
-      const auto reduction = static_cast<Reduction>(r);
-      if (dtype != DType::kSoftmaxStats && reduction != Reduction::kMerge) continue;
-      const bool is_merge = dtype == DType::kSoftmaxStats && reduction == Reduction::kMerge;
-      CHECK((cpu::find_reduce_op(reduction, dtype) != nullptr) == is_merge);
-    }
-}
-
-// Nothing; fewer than ranks; several each; in several pieces, slots and envelopes, none of which a
-// multiple of 24 bytes fills.
-std::vector<std::size_t> counts(bool has_many) {
-  std::vector<std::size_t> all = {0, 1, 5, 1000};
-  if (!testing::kHasThreadSanitizer && has_many) all.push_back(100'001);
-  return all;
-}
-
-void run_exact(Communicator& communicator, bool is_named, bool has_many) {
-  std::vector<Algorithm> algorithms = {Algorithm::kAuto};
-  if (is_named) algorithms.assign(std::begin(kAlgorithms), std::end(kAlgorithms));
-  std::uint32_t salt = 0;
-  for (const Algorithm algorithm : algorithms)
-    for (const std::size_t num_elems : counts(has_many)) {
-      ++salt;
-      testing::run_case(communicator, {.dtype = DType::kSoftmaxStats,
-                                       .reduction = Reduction::kMerge,
-                                       .algorithm = algorithm,
-                                       .num_elems = num_elems,
-                                       .is_in_place = salt % 2 == 0,
-                                       .salt = salt});
-    }
-  testing::barrier(communicator);
-}
-
 SoftmaxStats random_stats(std::uint32_t seed) {
   std::mt19937 random(seed);
   if (random() % 5 == 0) return kNoLogits;
@@ -205,53 +167,35 @@ void run_rounded(Communicator& communicator, Algorithm algorithm, std::size_t nu
   }
 }
 
-using Body = std::function<void(Communicator&)>;
-using Runner = std::function<void(int world_size, const Body&, const CommunicatorOptions&)>;
-
-void run_on_shared_memory(int world_size, const Body& body, const CommunicatorOptions& options) {
-  testing::run_ranks(world_size, body, options);
-}
-
-void run_on_messages(int world_size, const Body& body, const CommunicatorOptions& options) {
-  MemoryNetwork network(world_size, std::chrono::microseconds(50));
-  testing::run_message_ranks(network, world_size, body, options);
-  CHECK(network.num_misfits() == 0);
-}
-
-void run_on_hosts(int world_size, const Body& body, const CommunicatorOptions& options) {
-  MemoryNetwork network(world_size);
-  testing::run_hosts_ranks(
-      network, std::string("abba").substr(0, static_cast<std::size_t>(world_size)), body, options);
-  CHECK(network.num_misfits() == 0);
-}
-
-void run_all(const Runner& run_on, int least_world_size) {
-  for (const bool is_rank_ordered : {false, true})
-    for (int world_size = least_world_size; world_size <= 4; ++world_size) {
+// Nothing; fewer than ranks; several each; in several pieces, slots and envelopes, none of which a
+// multiple of 24 bytes fills.
+TEST_CASE("all_reduce of stats with every algorithm on every carrier") {
+  std::vector<Algorithm> algorithms = kAlgorithms;
+  algorithms.push_back(Algorithm::kAuto);
+  for (const std::string placement : {"a", "aa", "aaa", "aaaa", "ab", "abc", "abcd", "abb", "abba"})
+    for (const bool is_rank_ordered : {false, true}) {
       CAPTURE(is_rank_ordered);
-      CAPTURE(world_size);
-      const bool has_many = world_size % 2 == (is_rank_ordered ? 1 : 0);
-      const CommunicatorOptions options{.is_rank_ordered = is_rank_ordered};
-      std::vector<Bytes> results(static_cast<std::size_t>(world_size) * 4);
-      run_on(
-          world_size,
+      CaseTable table{.counts = {0, 1, 5, 1000},
+                      .ops = {OpKind::kAllReduce},
+                      .algorithms = algorithms,
+                      .dtypes = {DType::kSoftmaxStats},
+                      .reductions = {Reduction::kMerge},
+                      .in_place = {}};
+      if (!testing::kHasThreadSanitizer && is_rank_ordered == (placement.size() % 2 == 1))
+        table.counts.push_back(100'001);
+      std::vector<std::vector<Bytes>> results(placement.size(),
+                                              std::vector<Bytes>(algorithms.size()));
+      run_placed(
+          placement,
           [&](Communicator& communicator) {
-            run_exact(communicator, true, has_many);
-            run_exact(communicator, false, has_many);
-            std::size_t place = static_cast<std::size_t>(communicator.rank()) * 4;
-            run_rounded(communicator, Algorithm::kAuto, 1003, results[place]);
-            for (const Algorithm algorithm : kAlgorithms)
-              run_rounded(communicator, algorithm, 1003, results[++place]);
+            run_cases(communicator, table);
+            auto& mine = results[static_cast<std::size_t>(communicator.rank())];
+            for (std::size_t i = 0; i < algorithms.size(); ++i)
+              run_rounded(communicator, algorithms[i], 1003, mine[i]);
           },
-          options);
-      for (std::size_t i = 4; i < results.size(); ++i) CHECK(results[i] == results[i % 4]);
+          {.is_rank_ordered = is_rank_ordered}, std::chrono::microseconds(50));
+      for (const auto& result : results) CHECK(result == results[0]);
     }
 }
-
-TEST_CASE("all_reduce of stats over shared memory") { run_all(run_on_shared_memory, 1); }
-
-TEST_CASE("all_reduce of stats over messages") { run_all(run_on_messages, 2); }
-
-TEST_CASE("all_reduce of stats over hosts") { run_all(run_on_hosts, 2); }
 
 }  // namespace

@@ -21,6 +21,12 @@ class Patience final : public WaitGuard {
       std::chrono::steady_clock::now() + std::chrono::seconds(30);
 };
 
+/// Waits end by themselves only.
+class NoStop final : public WaitGuard {
+ public:
+  WaitStatus check(int) override { return WaitStatus::kNone; }
+};
+
 /// No wait sleeps.
 class Refusal final : public WaitGuard {
  public:

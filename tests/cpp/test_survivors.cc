@@ -23,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "children.h"
 #include "communicator/communicator.h"
 #include "core/annotations.h"
 #include "folder_store.h"
@@ -253,16 +254,7 @@ TEST_CASE("child: a survivor ends at every step" * doctest::skip()) {
 bool run_child(int signal, int stride, bool is_slow = false) {
   const std::string text =
       std::to_string(signal) + " " + std::to_string(stride) + " " + std::to_string(int{is_slow});
-  const pid_t pid = ::fork();
-  if (pid == 0) {  // only calls that a child of a program with threads may make
-    ::setenv(kPlanVariable, text.c_str(), 1);
-    ::execl("/proc/self/exe", "ringcomm_tests", "--no-skip", "--test-case=child: a survivor*",
-            nullptr);
-    ::_exit(127);
-  }
-  int status = 0;
-  ::waitpid(pid, &status, 0);
-  return status == 0;
+  return testing::status_of_case("--test-case=child: a survivor*", kPlanVariable, text) == 0;
 }
 
 // Of two ranks, that are threads.

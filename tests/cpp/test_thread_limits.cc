@@ -1,14 +1,13 @@
 // Threads that cannot be started: the call fails with a message, keeps no memory of its caller, and
 // ends the group.
 #include <cstddef>
-#include <exception>
-#include <string>
+#include <functional>
 #include <system_error>
 #include <vector>
 
 #include "collective_case.h"
 #include "core/errors.h"
-#include "memory_messages.h"
+#include "hosts_ranks.h"
 #include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_limit.h"
@@ -16,43 +15,25 @@
 namespace {
 
 using namespace ringcomm;
-using testing::expect;
-using testing::MemoryNetwork;
-using testing::run_message_ranks;
+using testing::run_placed;
 using testing::ThreadLimit;
 
-template <class Body>
-void expect_no_thread(const Body& body) {
-  try {
-    body();
-  } catch (const std::system_error& error) {
-    const std::string what = error.what();
-    expect(what.find("could not be started") != std::string::npos, "a clear error, not " + what);
-    return;
-  }
-  throw std::logic_error("expected: std::system_error");
+constexpr const char* kReason = "could not be started";
+
+void expect_no_thread(const std::function<void()>& body) {
+  testing::expect_throws<std::system_error>(body, {kReason});
 }
 
 // The other ranks learn why, although the process of this one lives on.
-template <class Body>
-void expect_told(const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    const std::string what = error.what();
-    expect(what.find("rank 0") != std::string::npos, "the rank that failed, not " + what);
-    expect(what.find("could not be started") != std::string::npos, "its reason, not " + what);
-    return;
-  }
-  throw std::logic_error("expected: Error");
+void expect_told(const std::function<void()>& body) {
+  testing::expect_throws<Error>(body, {"rank 0", kReason});
 }
 
 // The threads of a first operation: one that waits, and the watchdog.
 TEST_CASE("no threads: sends and receives") {
   for (int num_threads = 0; num_threads <= 2; ++num_threads) {
     CAPTURE(num_threads);
-    MemoryNetwork network(3);
-    run_message_ranks(network, 3, [num_threads](Communicator& communicator) {
+    run_placed("abc", [num_threads](Communicator& communicator) {
       constexpr std::size_t kLong = 20'000;
       const bool is_enough = num_threads == 2;
       if (communicator.rank() != 0) {
@@ -79,13 +60,11 @@ TEST_CASE("no threads: sends and receives") {
         if (message.op->kind == OpKind::kRecv)
           testing::expect_message(message, message.op->peer, 7, 0);
     });
-    CHECK(network.num_misfits() == 0);
   }
 }
 
 TEST_CASE("no threads: collectives") {
-  MemoryNetwork network(2);
-  run_message_ranks(network, 2, [](Communicator& communicator) {
+  run_placed("ab", [](Communicator& communicator) {
     const auto call = [&] { testing::barrier(communicator); };
     if (communicator.rank() == 1) return expect_told(call);
     const ThreadLimit limit(0);

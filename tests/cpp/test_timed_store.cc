@@ -20,29 +20,27 @@ using namespace ringcomm;
 using Clock = std::chrono::steady_clock;
 
 // Answers unless its gate is locked.
-class GatedStore final : public KeyValueStore {
+class GatedStore final : public testing::ForwardingStore {
  public:
   GatedStore(std::shared_ptr<std::mutex> gate, testing::MemoryStore& store)
-      : gate_(std::move(gate)), store_(store) {}
+      : ForwardingStore(store), gate_(std::move(gate)) {}
 
   void set(const std::string& key, const std::string& value) override {
     const std::lock_guard lock(*gate_);
-    store_.set(key, value);
+    ForwardingStore::set(key, value);
   }
   std::optional<std::string> try_get(const std::string& key) override {
     const std::lock_guard lock(*gate_);
     ++num_questions;
     if (key == "broken") throw std::runtime_error("no store");
-    return store_.try_get(key);
+    return ForwardingStore::try_get(key);
   }
   void set_first(const std::string& key, const std::string& value) override { set(key, value); }
-  std::unique_ptr<KeyValueStore> clone() override { return store_.clone(); }
 
   std::atomic<int> num_questions = 0;
 
  private:
   std::shared_ptr<std::mutex> gate_;
-  testing::MemoryStore& store_;
 };
 
 int num_helpers() {
@@ -55,11 +53,7 @@ int num_helpers() {
   return found;
 }
 
-bool eventually(const std::function<bool()>& is_true) {
-  const auto deadline = Clock::now() + testing::kBound;
-  while (!is_true() && Clock::now() < deadline) Backoff().sleep();
-  return is_true();
-}
+using testing::wait_until;
 
 TEST_CASE("store: answers and errors come back") {
   testing::MemoryStore memory;
@@ -68,7 +62,7 @@ TEST_CASE("store: answers and errors come back") {
   store.set("key", "text");
   CHECK(store.try_get("key") == "text");
   CHECK_THROWS_WITH_AS(store.try_get("broken"), "no store", std::runtime_error);
-  CHECK(eventually([&] { return store.peek("key") == "text"; }));
+  wait_until([&] { return store.peek("key") == "text"; }, "an answer in time");
 }
 
 TEST_CASE("store: one that is silent costs its callers a second together, and its object's end") {
@@ -86,8 +80,8 @@ TEST_CASE("store: one that is silent costs its callers a second together, and it
   }
   CHECK_FALSE(memory.try_get("late"));
   silence.unlock();
-  CHECK(eventually([&] { return memory.try_get("late") == "written"; }));
-  CHECK(eventually([&] { return asked.use_count() == 1; }));
+  wait_until([&] { return memory.try_get("late") == "written"; }, "an answer in time");
+  wait_until([&] { return asked.use_count() == 1; }, "an answer in time");
   CHECK(asked->num_questions <= 2);  // the peek's, and that of the first call
 }
 
@@ -111,16 +105,18 @@ TEST_CASE("store: stores share a thread, of which a silent one keeps nobody") {
     }
   };
   // A thread is idle a moment after its last answer, and ends if another one is.
-  const auto come_to = [](int num) { return eventually([num] { return num_helpers() == num; }); };
+  const auto come_to = [](int num) {
+    wait_until([num] { return num_helpers() == num; }, "so many threads");
+  };
   ask_some();
-  CHECK(come_to(1));
+  come_to(1);
   std::unique_lock silence(*gate);
   TimedStore silent(std::make_shared<GatedStore>(gate, memory));
   CHECK_FALSE(silent.peek("key"));
   ask_some();
-  CHECK(come_to(2));
+  come_to(2);
   silence.unlock();
-  CHECK(come_to(1));
+  come_to(1);
 }
 
 // ThreadSanitizer sees what the callers and the thread share.
@@ -146,7 +142,7 @@ TEST_CASE("store: until its deadline a call waits longer") {
     is_silent = true;
     std::this_thread::sleep_for(std::chrono::milliseconds(1200));
   });
-  REQUIRE(eventually([&] { return is_silent.load(); }));
+  wait_until([&] { return is_silent.load(); }, "an answer in time");
   CHECK_FALSE(store.try_get("key"));
   silence.join();
 }

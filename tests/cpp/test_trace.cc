@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "children.h"
 #include "collectives/trace.h"
 #include "third_party/doctest/doctest.h"
 
@@ -51,14 +52,11 @@ struct Files {
 
 // Whether all that `body` expects is so, in a process that records to its files.
 bool holds(const std::function<bool(const Files&)>& body) {
-  const pid_t child = ::fork();
-  if (child == 0) {
-    const Files files;
-    recorder::start_trace(files.events, files.log, kNumEvents);
-    ::_exit(body(files) ? 0 : 1);
-  }
-  int status = 0;
-  return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  return testing::status_of_child([&] {
+           const Files files;
+           recorder::start_trace(files.events, files.log, kNumEvents);
+           return body(files) ? 0 : 1;
+         }) == 0;
 }
 
 recorder::Event step(int number) {
@@ -232,14 +230,12 @@ TEST_CASE("trace: a forked child writes nothing to its parent's files") {
       const recorder::Span span([] { return step(0); });
     }
     const std::string before = files.lines();
-    const pid_t child = ::fork();
-    if (child == 0) {
+    testing::status_of_child([] {
       const recorder::Span span([] { return step(1); });
       recorder::trace_group(1, "the child's", 0, {0}, "");
       recorder::trace_wait({.rank = 0, .begin_ticks = 1});
-      ::_exit(0);
-    }
-    ::waitpid(child, nullptr, 0);
+      return 0;
+    });
     return files.count() == 1 && files.lines() == before;
   }));
 }

@@ -12,26 +12,25 @@
 
 #include "kernels/common/tables.h"
 #include "kernels/common/types.h"
+#include "operator_case.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
 
 namespace {
 
 using namespace ringcomm;
 using cpu::Kernels;
 using oracle::Bytes;
-using Floats = std::vector<float>;
+using testing::decoded;
+using testing::encoded;
+using testing::Floats;
+using testing::is_same;
+using testing::kernel_levels;
 
 // Nothing; a tail alone; around one vector of every width; many with and without a tail.
 constexpr std::size_t kSizes[] = {0, 1, 3, 4, 5, 8, 15, 16, 17, 1000, 1031};
 constexpr std::size_t kMaxElems = 1031;
-
-std::vector<const Kernels*> available_levels() {
-  std::vector<const Kernels*> levels;
-  for (const char* name : {"baseline", "avx2", "avx512"})
-    if (const Kernels* kernels = cpu::find_kernels(name)) levels.push_back(kernels);
-  return levels;
-}
 
 UpdateSpec spec_of(Optimizer optimizer, std::array<double, 3> coefficients, double weight_decay,
                    std::uint32_t step = 3) {
@@ -123,66 +122,29 @@ struct Operands {
 
 Operands random_operands() {
   std::mt19937 random(7);
-  std::normal_distribution<float> normal;
   Operands x;
   for (Floats* values : {&x.weight, &x.grad, &x.first, &x.second})
-    for (std::size_t i = 0; i < kMaxElems; ++i)
-      values->push_back(std::ldexp(normal(random), static_cast<int>(random() % 9) - 6));
+    *values = testing::random_floats(random, kMaxElems);
   for (float& value : x.second) value = std::fabs(value);  // a mean of squares
   return x;
 }
 
-/// Special values for formats and comparisons, at known places among ordinary values.
 Operands special_operands() {
   Operands x = random_operands();
-  constexpr float kInf = std::numeric_limits<float>::infinity();
-  const float special[] = {0.0F,           -0.0F,  kInf,    -kInf, std::nanf("0x123"),
-                           -std::nanf(""), 1e-45F, -1e-39F, 3e38F, -3e38F,
-                           65520.0F};
-  for (std::size_t i = 0; i < kMaxElems; i += 2) {
-    x.grad[i] = special[i / 2 % 11];
-    if (i % 3 == 0) x.weight[i] = special[i / 6 % 11];
-    if (i % 5 == 0) x.first[i] = special[i / 10 % 11];
-  }
+  testing::put_special(x.grad, 2);
+  testing::put_special(x.weight, 6);
+  testing::put_special(x.first, 10);
   return x;
 }
-
-Bytes encoded(const Floats& values, DType dtype) {
-  return oracle::collect(values.size(), [&](std::size_t i) {
-    return dtype == DType::kFloat16 ? oracle::kFormatFloat16.encode(values[i])
-                                    : oracle::kFormatBFloat16.encode(values[i]);
-  });
-}
-
-Floats decoded(const Bytes& bytes, DType dtype) {
-  Floats values;
-  for (std::size_t i = 0; i < bytes.size() / 2; ++i) {
-    const auto bits = oracle::element<std::uint16_t>(bytes, i);
-    values.push_back(dtype == DType::kFloat16 ? oracle::kFormatFloat16.decode(bits)
-                                              : oracle::kFormatBFloat16.decode(bits));
-  }
-  return values;
-}
-
-Bytes bytes_of(const Floats& values) {
-  Bytes bytes(values.size() * sizeof(float));
-  if (!values.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
-  return bytes;
-}
-
-bool is_same(const Floats& a, const Floats& b) { return bytes_of(a) == bytes_of(b); }
 
 /// One call on `num_elems` elements, one element off the alignment; the memory after them must not
 /// change.
 struct Run {
   Run(const Kernels& kernels, UpdateSpec spec, DType param_dtype, DType grad_dtype,
       const Operands& from, std::size_t num_elems)
-      : param(param_dtype == DType::kFloat32 ? bytes_of(from.weight)
-                                             : encoded(from.weight, param_dtype)),
-        x(from) {
+      : param(encoded(from.weight, param_dtype)), x(from) {
     spec.param_dtype = param_dtype;
-    const Bytes grad =
-        grad_dtype == DType::kFloat32 ? bytes_of(from.grad) : encoded(from.grad, grad_dtype);
+    const Bytes grad = encoded(from.grad, grad_dtype);
     const Bytes param_before = param;
     const int count = num_states(spec);
     kernels.updates[static_cast<int>(spec.optimizer)][cpu::float_dtype_idx(
@@ -221,7 +183,7 @@ void check_near(const char* what, std::size_t i, float actual, const Term& expec
 
 TEST_CASE("updates in fp32 are those of double but for a few roundings") {
   const Operands before = random_operands();
-  for (const Kernels* kernels : available_levels())
+  for (const Kernels* kernels : kernel_levels())
     for (const UpdateSpec& spec : specs()) {
       CAPTURE(describe(spec));
       const Run run(*kernels, spec, kF32, kF32, before, kMaxElems);
@@ -242,7 +204,7 @@ TEST_CASE("updates of every size have the same bits at every level, and touch no
       CAPTURE(num_elems);
       const Operands before = special_operands();
       const Run expected(cpu::kBaselineFloatKernels, spec, kF32, kF32, before, num_elems);
-      for (const Kernels* kernels : available_levels()) {
+      for (const Kernels* kernels : kernel_levels()) {
         const Run run(*kernels, spec, kF32, kF32, before, num_elems);
         CHECK(run.param == expected.param);
         CHECK(is_same(run.x.first, expected.x.first));
@@ -265,7 +227,7 @@ TEST_CASE("values that are not finite go into parameters and state, as the canon
 }
 
 TEST_CASE("16-bit parameters and gradients are updated as in fp32, and rounded once") {
-  for (const Kernels* kernels : available_levels())
+  for (const Kernels* kernels : kernel_levels())
     for (const DType param_dtype : cpu::kFloatDTypes)
       for (const DType grad_dtype : cpu::kFloatDTypes)
         for (UpdateSpec spec : specs())
@@ -276,14 +238,12 @@ TEST_CASE("16-bit parameters and gradients are updated as in fp32, and rounded o
             CAPTURE(name_of(grad_dtype));
             Operands before = special_operands();
             const Run run(*kernels, spec, param_dtype, grad_dtype, before, kMaxElems);
-            if (param_dtype != kF32 && !has_master)
+            if (!has_master)
               before.weight = decoded(encoded(before.weight, param_dtype), param_dtype);
-            if (grad_dtype != kF32)
-              before.grad = decoded(encoded(before.grad, grad_dtype), grad_dtype);
+            before.grad = decoded(encoded(before.grad, grad_dtype), grad_dtype);
             spec.has_master = false;
             const Run wide(*kernels, spec, kF32, kF32, before, kMaxElems);
-            CHECK(run.param ==
-                  (param_dtype == kF32 ? wide.param : encoded(wide.x.weight, param_dtype)));
+            CHECK(run.param == encoded(wide.x.weight, param_dtype));
             if (has_master) CHECK(is_same(run.x.weight, wide.x.weight));
             CHECK(is_same(run.x.first, wide.x.first));
             CHECK(is_same(run.x.second, wide.x.second));
@@ -292,13 +252,8 @@ TEST_CASE("16-bit parameters and gradients are updated as in fp32, and rounded o
 
 TEST_CASE("what is no step is refused by name") {
   const auto refused = [](UpdateSpec spec, const std::string& text, DType grad_dtype = kF32) {
-    CAPTURE(text);
-    try {
-      make_update_op(spec, grad_dtype);
-      FAIL("no error");
-    } catch (const std::invalid_argument& error) {
-      CHECK(std::string(error.what()).find(text) != std::string::npos);
-    }
+    testing::expect_throws<std::invalid_argument>([&] { make_update_op(spec, grad_dtype); },
+                                                  {text});
   };
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const UpdateSpec good = spec_of(Optimizer::kSgd, {0.9}, 0);

@@ -15,6 +15,7 @@
 #include "host/host_arch.h"
 #include "host/process.h"
 #include "host/wait.h"
+#include "test_stop.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -81,10 +82,6 @@ TEST_CASE("a rank sleeps after few yields to other threads, and after many idle 
   CHECK(yields_before_sleep(budget, Yielded::kCoreIdle) == 0);  // for the next waits
 }
 
-class NoReason final : public WaitGuard {
-  WaitStatus check(int) override { return WaitStatus::kNone; }
-};
-
 cpu_set_t allowed_cores() {
   cpu_set_t cores;
   REQUIRE(::sched_getaffinity(0, sizeof(cores), &cores) == 0);
@@ -92,7 +89,7 @@ cpu_set_t allowed_cores() {
 }
 
 TEST_CASE("a wake reaches all who sleep on the word") {
-  NoReason source;
+  testing::NoStop source;
   const host::HostArch arch(source, 0);
   std::uint64_t word = 0;
   std::atomic<int> num_asleep = 0, num_woken = 0;
@@ -119,7 +116,7 @@ TEST_CASE("a rank woken on its waker's core leaves it, if there are enough cores
     MESSAGE("skipped: one core, and nowhere to go");
     return;
   }
-  NoReason source;
+  testing::NoStop source;
   const auto pin_to = [](const cpu_set_t& cores) {
     REQUIRE(::sched_setaffinity(0, sizeof(cores), &cores) == 0);
   };

@@ -1,18 +1,17 @@
 // The passes over weights of every format: updates to the last bit against one element at a time by
 // the C library, sums of squares against double; with the same bits at every SIMD level.
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <random>
-#include <utility>
 #include <vector>
 
 #include "kernels/common/tables.h"
 #include "kernels/common/types.h"
 #include "kernels/updates/stochastic_rounding.h"
 #include "kernels/updates/weight_update.h"
+#include "operator_case.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 
@@ -21,7 +20,10 @@ namespace {
 using namespace ringcomm;
 using cpu::Kernels;
 using oracle::Bytes;
-using Floats = std::vector<float>;
+using testing::decoded;
+using testing::encoded;
+using testing::Floats;
+using testing::kernel_levels;
 
 // Nothing; a tail alone; around one vector of every width; around a block of sums; several.
 constexpr std::size_t kSizes[] = {0, 1, 3, 4, 5, 8, 15, 16, 17, 511, 512, 513, 1031};
@@ -33,13 +35,6 @@ constexpr std::uint64_t kFirstElem = (std::uint64_t{1} << 32) - 21;
 constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kFloat16,
                                      WeightFormat::kBFloat16, WeightFormat::kStochastic,
                                      WeightFormat::kSplit};
-
-std::vector<const Kernels*> available_levels() {
-  std::vector<const Kernels*> levels;
-  for (const char* name : {"baseline", "avx2", "avx512"})
-    if (const Kernels* kernels = cpu::find_kernels(name)) levels.push_back(kernels);
-  return levels;
-}
 
 // ---- the oracle, one element at a time
 
@@ -78,25 +73,6 @@ DType dtype_of(WeightFormat format) {
                                             : DType::kBFloat16;
 }
 
-Bytes encoded(const Floats& values, DType dtype) {
-  return oracle::collect(values.size(), [&](std::size_t i) -> std::uint16_t {
-    return dtype == DType::kFloat16 ? oracle::kFormatFloat16.encode(values[i])
-                                    : oracle::kFormatBFloat16.encode(values[i]);
-  });
-}
-
-Bytes bytes_of(const Floats& values, DType dtype) {
-  if (dtype != DType::kFloat32) return encoded(values, dtype);
-  return oracle::collect(values.size(), [&](std::size_t i) { return values[i]; });
-}
-
-float element_of(const Bytes& bytes, std::size_t i, DType dtype) {
-  if (dtype == DType::kFloat32) return oracle::element<float>(bytes, i);
-  const auto bits = oracle::element<std::uint16_t>(bytes, i);
-  return dtype == DType::kFloat16 ? oracle::kFormatFloat16.decode(bits)
-                                  : oracle::kFormatBFloat16.decode(bits);
-}
-
 /// Weights, their low halves and gradients, as bytes.
 struct Operands {
   WeightFormat format;
@@ -107,13 +83,13 @@ struct Operands {
   float row_factor = 1;
 
   float weight_at(std::size_t i) const {
-    if (format != WeightFormat::kSplit) return element_of(weight, i, dtype_of(format));
+    if (format != WeightFormat::kSplit) return decoded(weight, i, dtype_of(format));
     return float_of((std::uint32_t{oracle::element<std::uint16_t>(weight, i)} << 16) +
                     static_cast<std::uint32_t>(std::int32_t{low[i]}));
   }
 
   float update_at(const WeightStep& step, std::size_t i) const {
-    float update = element_of(grad, i, grad_dtype) * step.scale;
+    float update = decoded(grad, i, grad_dtype) * step.scale;
     if (update > step.clip_value) update = step.clip_value;
     if (update < -step.clip_value) update = -step.clip_value;
     return col_factor.empty() ? update : update * row_factor * col_factor[i];
@@ -123,10 +99,8 @@ struct Operands {
     const std::uint32_t bits = bits_of(value);
     if (format == WeightFormat::kFloat32) return void(std::memcpy(weight.data() + i * 4, &bits, 4));
     std::uint16_t half = 0;
-    if (format == WeightFormat::kFloat16)
-      half = oracle::kFormatFloat16.encode(float_of(bits));
-    else if (format == WeightFormat::kBFloat16)
-      half = oracle::kFormatBFloat16.encode(float_of(bits));
+    if (format == WeightFormat::kFloat16 || format == WeightFormat::kBFloat16)
+      half = oracle::format_of(dtype_of(format)).encode(float_of(bits));
     else if (format == WeightFormat::kStochastic)
       half = static_cast<std::uint16_t>((bits + random_bits(kSeed, kFirstElem + i)) >> 16);
     else
@@ -152,28 +126,18 @@ struct Operands {
 
 Operands operands(WeightFormat format, DType grad_dtype, bool has_factors, bool has_special) {
   std::mt19937 random(7);
-  std::normal_distribution<float> normal;
-  const auto values = [&] {
-    Floats result;
-    for (std::size_t i = 0; i < kMaxElems; ++i)
-      result.push_back(std::ldexp(normal(random), static_cast<int>(random() % 9) - 6));
-    return result;
-  };
-  Floats weight = values(), grad = values();
-  constexpr float kInf = std::numeric_limits<float>::infinity();
-  const float special[] = {0.0F,           -0.0F,  kInf,    -kInf, std::nanf("0x123"),
-                           -std::nanf(""), 1e-45F, -1e-39F, 3e38F, -3e38F,
-                           65520.0F};
-  for (std::size_t i = 0; has_special && i < kMaxElems; i += 2) {
-    grad[i] = special[i / 2 % 11];
-    if (i % 3 == 0) weight[i] = special[i / 6 % 11];
+  Floats weight = testing::random_floats(random, kMaxElems);
+  Floats grad = testing::random_floats(random, kMaxElems);
+  if (has_special) {
+    testing::put_special(grad, 2);
+    testing::put_special(weight, 6);
   }
   Operands x{.format = format,
              .grad_dtype = grad_dtype,
-             .weight = bytes_of(weight, dtype_of(format)),
-             .grad = bytes_of(grad, grad_dtype),
+             .weight = encoded(weight, dtype_of(format)),
+             .grad = encoded(grad, grad_dtype),
              .low = {},
-             .col_factor = has_factors ? values() : Floats{},
+             .col_factor = has_factors ? testing::random_floats(random, kMaxElems) : Floats{},
              .row_factor = has_factors ? 1.75F : 1.0F};
   for (std::size_t i = 0; i < kMaxElems; ++i) x.low.push_back(static_cast<std::int16_t>(random()));
   return x;
@@ -233,7 +197,7 @@ TEST_CASE("updates of every size have the bits of the C library's, and touch no 
         for (std::size_t i = 0; i < num_elems; ++i)
           expected.put(i, std::fmaf(before.update_at(step, i), step.lr_minus,
                                     before.weight_at(i) * step.decay));
-        for (const Kernels* kernels : available_levels()) {
+        for (const Kernels* kernels : kernel_levels()) {
           Operands x = before;
           ops_of(*kernels, x, grad_idx).update(step, x.run(num_elems));
           CHECK(x == expected);
@@ -285,7 +249,7 @@ TEST_CASE("sums of squares are those of double, with the same bits at every leve
           ops_of(cpu::kBaselineFloatKernels, x, grad_idx).squares(step, x.run(num_elems));
       CHECK(is_near(first.update, exact.update));
       CHECK(is_near(first.weight, exact.weight));
-      for (const Kernels* kernels : available_levels()) {
+      for (const Kernels* kernels : kernel_levels()) {
         const RunSquares sums = ops_of(*kernels, x, grad_idx).squares(step, x.run(num_elems));
         CHECK(sums.update == first.update);
         CHECK(sums.weight == first.weight);
@@ -306,11 +270,11 @@ TEST_CASE("gradients and their squares are added to what is there, and to no mor
       double exact = 0;
       for (std::size_t i = 0; i < num_elems; ++i) {
         const float update = x.update_at(step, i);
-        sums[i] += element_of(x.grad, i, x.grad_dtype);
+        sums[i] += decoded(x.grad, i, x.grad_dtype);
         squares[i] += update * update;
         exact += std::pow(update, 2);
       }
-      for (const Kernels* kernels : available_levels()) {
+      for (const Kernels* kernels : kernel_levels()) {
         const GradOps& ops = kernels->grads[grad_idx];
         Floats actual(kMaxElems, 0.5F), actual_squares(kMaxElems, 0.5F);
         ops.add(x.grad.data(), num_elems, actual.data());

@@ -1,31 +1,27 @@
 // Collectives whose copies and sums are split over threads, and the cores that a rank has for them.
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <sched.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "children.h"
 #include "collective_case.h"
 #include "host/host_arch.h"
 #include "host/process.h"
 #include "host/workers.h"
+#include "hosts_ranks.h"
+#include "test_stop.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -62,30 +58,16 @@ class TeamOfThree {
 TEST_CASE("workers: every collective on three threads of each rank") {
   const TeamOfThree team;
   num_runs = 0;
-  for (const int world_size : {2, 3})
-    run_ranks(
-        world_size,
-        [](Communicator& communicator) {
-          std::uint32_t salt = 0;
-          for (const std::size_t num_elems : {std::size_t{65'537}, std::size_t{800'003}})
-            for (const bool is_uneven : {false, true})
-              for (const OpKind op :
-                   {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-                    OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
-                run_case(communicator, {.op = op,
-                                        .root = rooted(op) ? 1 : -1,
-                                        .num_elems = num_elems,
-                                        .is_in_place = ++salt % 2 == 0,
-                                        .salt = salt,
-                                        .is_uneven = is_uneven && has_shards(op)});
-          const int num_before = num_runs;
-          run_case(communicator, {.op = OpKind::kAllReduce,
-                                  .algorithm = Algorithm::kRing,
-                                  .num_elems = 800'003,
-                                  .salt = ++salt});
-          CHECK(num_runs > num_before);
-        },
-        {.max_threads = 3});
+  for (const char* placement : {"aa", "aaa"})
+    run_placed(placement,
+               [](Communicator& communicator) {
+                 run_cases(communicator,
+                           {.counts = {65'537, 800'003}, .in_place = {}, .uneven = {false, true}});
+                 const int num_before = num_runs;
+                 run_case(communicator, {.algorithm = Algorithm::kRing, .num_elems = 800'003});
+                 CHECK(num_runs > num_before);
+               },
+               {.max_threads = 3});
   CHECK(num_runs > 0);
 }
 
@@ -132,19 +114,6 @@ TEST_CASE("workers: a rank has several threads where each has a core, in large c
   CHECK(!of_library);
 }
 
-// Runs in a child of its own; the status with which it ends.
-int in_child(const std::function<int()>& body) {
-  const pid_t pid = ::fork();
-  REQUIRE(pid >= 0);
-  if (pid == 0) {
-    ::alarm(60);
-    ::_exit(body());
-  }
-  int status = 0;
-  REQUIRE(::waitpid(pid, &status, 0) == pid);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 // libgomp waits in a forked process for the threads of its parent,
 // https://github.com/OpenMathLib/OpenBLAS/issues/294.
 TEST_CASE("workers: a forked process works alone") {
@@ -156,7 +125,7 @@ TEST_CASE("workers: a forked process works alone") {
     return workers.may_split() ? 1 : 0;
   };
   CHECK(has_team() == 1);
-  CHECK(in_child(has_team) == 0);
+  CHECK(status_of_child(has_team) == 0);
 }
 
 // A torch with more threads than cores was ended by libgomp,
@@ -235,19 +204,8 @@ TEST_CASE("workers: each core, and the quota, is shared equally by the ranks tha
 TEST_CASE("workers: cores are known on a machine with more than cpu_set_t has room for") {
   const std::string expected = host::usable_cores();
   CHECK(!expected.empty());
-  const int status = in_child([&] {
-    sock_filter code[] = {
-        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_sched_getaffinity, 0, 3),
-        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])),
-        BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, sizeof(cpu_set_t), 1, 0),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-    };
-    const sock_fprog program{.len = std::size(code), .filter = code};
-    if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
-        ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0)
-      return 77;  // not here
+  const int status = status_of_child([&] {
+    if (!refuse_calls(SYS_sched_getaffinity, 1, 0, sizeof(cpu_set_t))) return 77;  // not here
     cpu_set_t small;
     if (::sched_getaffinity(0, sizeof(small), &small) == 0) return 100;
     return host::usable_cores() == expected ? 0 : 101;
@@ -281,11 +239,6 @@ TEST_CASE("workers: a thread that moves stays on its NUMA node") {
 
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // they have a malloc, too
 thread_local int num_allocations = 0;
-
-class NoStop final : public WaitGuard {
- public:
-  WaitStatus check(int) override { return WaitStatus::kNone; }
-};
 
 TEST_CASE("workers: a thread that leaves its waker's core reads no text and allocates nothing") {
   NoStop source;

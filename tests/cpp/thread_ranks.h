@@ -6,7 +6,6 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -18,7 +17,6 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "communicator/communicator.h"
@@ -31,6 +29,23 @@ namespace ringcomm::testing {
 
 /// Longer than anything takes on a loaded machine under ThreadSanitizer.
 inline constexpr std::chrono::seconds kBound{60};
+
+/// Asks another store, which outlives it.
+class ForwardingStore : public KeyValueStore {
+ public:
+  explicit ForwardingStore(KeyValueStore& whole) : whole_(whole) {}
+  void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
+  std::optional<std::string> try_get(const std::string& key) override {
+    return whole_.try_get(key);
+  }
+  void set_first(const std::string& key, const std::string& value) override {
+    whole_.set_first(key, value);
+  }
+  std::unique_ptr<KeyValueStore> clone() override { return whole_.clone(); }
+
+ private:
+  KeyValueStore& whole_;
+};
 
 /// A store in this process's memory.
 class MemoryStore final : public KeyValueStore {
@@ -57,25 +72,11 @@ class MemoryStore final : public KeyValueStore {
     values_.emplace(key, value);
     has_news_.notify_all();
   }
-  std::unique_ptr<KeyValueStore> clone() override { return std::make_unique<Clone>(*this); }
+  std::unique_ptr<KeyValueStore> clone() override {
+    return std::make_unique<ForwardingStore>(*this);
+  }
 
  private:
-  class Clone final : public KeyValueStore {
-   public:
-    explicit Clone(MemoryStore& whole) : whole_(whole) {}
-    void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
-    std::optional<std::string> try_get(const std::string& key) override {
-      return whole_.try_get(key);
-    }
-    void set_first(const std::string& key, const std::string& value) override {
-      whole_.set_first(key, value);
-    }
-    std::unique_ptr<KeyValueStore> clone() override { return whole_.clone(); }
-
-   private:
-    MemoryStore& whole_;
-  };
-
   std::mutex mutex_;
   std::condition_variable has_news_;
   std::map<std::string, std::string> values_;
@@ -198,6 +199,19 @@ inline void expect_error(const Error& error, ErrorKind kind,
              std::to_string(static_cast<int>(error.info().kind)) + ": " + what);
   for (const std::string& text : texts)
     expect(what.find(text) != std::string::npos, "\"" + text + "\" in: " + what);
+}
+
+/// Throws unless `body` throws an `E` whose text contains all of `texts`.
+template <class E, class Body>
+void expect_throws(const Body& body, const std::vector<std::string>& texts) {
+  std::string what = "nothing";
+  try {
+    body();
+  } catch (const E& error) {
+    what = error.what();
+  }
+  for (const std::string& text : texts)
+    expect(what.find(text) != std::string::npos, "an error with \"" + text + "\", not " + what);
 }
 
 /// Waits until `condition` holds; throws when it does not in time.
