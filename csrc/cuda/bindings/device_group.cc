@@ -100,8 +100,8 @@ cuda::DeviceTransport& DeviceGroup::transport(c10::Device device) {
 
 cuda::DeviceTransport& DeviceGroup::transport_of_call(c10::Device device) {
   cuda::DeviceTransport& found = transport(device);
-  // A kernel may have given up since the watchdog's last look.
-  if (found.may_have_given_up()) throw_given_up("an earlier call");
+  // A kernel may have given up since the watchdog's last look, which tells why.
+  if (found.may_have_given_up()) await_reason([&] { return found.may_have_given_up(); });
   found.set_timeout(std::min(options_->timeout, kLongestTimeout));  // of set_timeout()
   return found;
 }

@@ -49,7 +49,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   void end(const std::string& why);
   /// A call has ended on a device without having done all: throws why, which other threads and
   /// ranks may be about to tell, or else ends the group for `detail`.
-  [[noreturn]] void throw_given_up(const char* title, const std::string& detail = {});
+  [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
   /// Whether another rank has failed; between hosts, this reads the store.
   bool has_another_given_up();
 
