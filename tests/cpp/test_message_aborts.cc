@@ -10,7 +10,6 @@
 
 #include "collective_case.h"
 #include "hosts_ranks.h"
-#include "memory_messages.h"
 #include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 
