@@ -89,7 +89,7 @@ class LinearGradient(Gradient):
 
     @property
     def has_few_tokens(self) -> bool:
-        """Whether gram_sums() takes fewer operations than square_sum()."""
+        """Whether gram_sums() takes fewer operations than norms()."""
         (num_tokens, num_in), num_out = self.x.shape, self.grad_out.shape[1]
         return num_tokens * (num_in + num_out) < num_in * num_out
 
@@ -195,7 +195,8 @@ def _squares_of(grams: _Grams, *, is_exact: bool) -> tuple[Tensor, Tensor]:
     """
     # With less than fp32 in products, as with TF32, cancelling tokens are more often noise.
     least = 1e-4 if torch.get_float32_matmul_precision() == "highest" else 0.1
-    squares, norms = torch.stack([sums for _, sums in grams]).unbind(1)
+    device = grams[0][1].device
+    squares, norms = torch.stack([sums.to(device) for _, sums in grams]).unbind(1)
     is_right = squares >= least * norms**2  # not if one is NaN
     if is_exact:  # in float64: a product in fp32 would be noise where tokens cancel
         for idx, keeps in enumerate(is_right.tolist()):

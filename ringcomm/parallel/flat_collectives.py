@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -144,10 +143,13 @@ def current_stream_of(device: torch.device, stream: torch.Stream) -> Iterator[No
         torch.accelerator.set_device_index(index)
 
 
-@cache
+_side_streams: dict[tuple[torch.device, str], torch.Stream] = {}
+
+
 def side_stream(device: torch.device, use: str) -> torch.Stream:
-    """The stream for one use of a device, beside the program's streams."""
-    return torch.Stream(device)
+    """The stream for one use of a device, beside the program's streams; one for all threads."""
+    found = _side_streams.get((device, use))
+    return found or _side_streams.setdefault((device, use), torch.Stream(device))
 
 
 class InFlight:

@@ -101,7 +101,10 @@ cuda::DeviceTransport& DeviceGroup::transport(c10::Device device) {
 cuda::DeviceTransport& DeviceGroup::transport_of_call(c10::Device device) {
   cuda::DeviceTransport& found = transport(device);
   // A kernel may have given up since the watchdog's last look, which tells why.
-  if (found.may_have_given_up()) await_reason([&] { return found.may_have_given_up(); });
+  if (!has_awaited_reason_ && found.may_have_given_up()) {
+    has_awaited_reason_ = true;  // once, if none comes
+    await_reason([] { return true; });
+  }
   found.set_timeout(std::min(options_->timeout, kLongestTimeout));  // of set_timeout()
   return found;
 }

@@ -89,6 +89,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   std::mutex order_;                 // held while a call is enqueued; guards what follows
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_;
   std::vector<recorder::Call> recorded_;  // of the call that is being enqueued
+  bool has_awaited_reason_ = false;       // after a call that gave up
 
   std::mutex making_;                            // held while a transport is made
   std::mutex mutex_;                             // held for moments; guards what follows

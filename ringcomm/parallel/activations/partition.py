@@ -63,8 +63,9 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
             different layers.
         RuntimeError: from torch: a saved tensor was modified in place before its backward pass.
 
-    Collective at its end with `check`, and in the backward pass, in autograd's order, which is the
-    same on all ranks if the forward passes were. A dropped graph gathers nothing. The inputs of a
+    Collective at its end with `check`, unless gradients are disabled there, and also if nothing was
+    saved; and in the backward pass, in autograd's order, which is the same on all ranks if the
+    forward passes were. A dropped graph gathers nothing. The inputs of a
     checkpoint with use_reentrant=True are sharded too, if one of them requires grad.
     """
 
@@ -278,7 +279,7 @@ class auto(partition):  # noqa: N801
             return
         shard_bytes = -(-plan // self._group.size())
         if plan <= self.limit_bytes:
-            self.choice = "whole"
+            self.choice, self._checks = "whole", False
             return
         self._goes_to_host = shard_bytes > self.limit_bytes
         self.choice = "partition+cpu" if self._goes_to_host else "partition"

@@ -77,7 +77,9 @@ class Upload:
     def begin_use(self) -> None:
         """The current stream waits for the copies."""
         if self._copied is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._copied)
+            current = torch.accelerator.current_stream(self._device)
+            current.wait_event(self._copied)
+            self._memory.record_stream(current)
 
     def end_use(self) -> None:
         """What the current stream has is the last use of the copies."""

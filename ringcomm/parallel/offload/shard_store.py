@@ -60,9 +60,9 @@ class _Fetched:
         """Gives rows back. The host waits for copies of rows whose memory others may then use."""
         if self._upload is not None and not self._tier.keeps_memory:
             self._upload.wait()
-        for handle in self._handles:
+        handles, self._handles = self._handles, []
+        for handle in handles:
             self._tier.release(handle, is_written=False)
-        self._handles = []
 
     def _rows(self) -> list[Tensor]:
         return [*(handle.wait() for handle in self._handles), self.unit.packed_row]
@@ -155,7 +155,7 @@ class ShardStore(Operands):
         self._receive()
 
     def close(self) -> None:
-        """Releases everything but the states of the update."""
+        """Releases memory and files."""
         self.settle()
         self._uploads.clear()
         self._tier.close()

@@ -180,7 +180,7 @@ class Bucket:
         all_gather_shards(self.weights, self.group, self._sizes)
 
 
-# That are shared of a pass or a step, before those of weights: see _share_facts().
+# The bytes of a pass or a step that ranks share beside one of each weight: see _share_facts().
 NUM_FACTS = 3
 
 
@@ -213,8 +213,8 @@ class GradientReducer:
         self._outer_hooks: list[Any] = []
         self._has_passed = False  # since the last call of join()
         self._in_flight = InFlight()
-        # Since the last step a gradient that other ranks have shards of was dropped.
-        self._has_dropped = False
+        # Since the last step gradients were reduced, on all ranks alike; and such were dropped.
+        self.has_reduced = self._has_dropped = False
         self._passes: OpenPasses[None] = OpenPasses()  # also nested ones
         self._at_end = weakly(self._pass_ended)
         self.forget()
@@ -274,12 +274,19 @@ class GradientReducer:
 
     def drop_all(self) -> None:
         """Drops all gradients. Collective after a backward pass that has failed."""
-        if not in_backward():
-            self._complete()
-        self._has_dropped |= any(bucket.shard_grad is not None for bucket in self._buckets)
-        self._drop()
+        try:
+            if not in_backward():
+                self._complete()
+        except BaseException:
+            self.forget()
+            raise
+        finally:
+            self._has_dropped |= self.has_reduced
+            self.drop()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Drops all gradients of this rank."""
+        self.has_reduced = self._has_passed = False
         for bucket in self._buckets:
             bucket.forget_gradients()
 
@@ -303,7 +310,7 @@ class GradientReducer:
         self._complete()
         while (found := self._share_facts(is_pass=False))[0] == 2:
             self._end_pass()
-        self._has_dropped = False
+        self._has_dropped = self._has_passed = False
         return found
 
     def _share_facts(self, *, is_pass: bool) -> tuple[int, set[Any]]:
@@ -323,12 +330,13 @@ class GradientReducer:
             present |= {key for key, is_so in zip(keys, facts[NUM_FACTS:], strict=True) if is_so}
         if all(has_dropped):
             self.forget()
-            self._drop()
+            self.drop()
             self._has_dropped = False
             raise RuntimeError(
                 "zero_grad() has dropped gradients on some ranks that others still count, such as"
-                " after an exception on one rank. All gradients are dropped now, and no weight has"
-                " been written: call zero_grad() on all ranks, or on none"
+                " after an exception on one rank, or on another one before its first gradient. All"
+                " gradients are dropped now, and no weight has been written: call zero_grad() on"
+                " all ranks and go on"
             )
         return found, present
 
@@ -339,6 +347,7 @@ class GradientReducer:
         self._in_flight.run(bucket.reduce, bucket.buffer())
 
     def _end_pass(self) -> None:
+        self.has_reduced = True
         while self._next < len(self._buckets):
             self._reduce_next()
         self.forget()

@@ -163,7 +163,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: the model was changed: a weight was added or moved.
             RuntimeError: with clip_grad_norm and no loss scale, the norm is not finite; at stage 3,
                 `.data` of a weight was set, or its last backward pass was in no_sync(). No rank has
-                written a weight, and in the first case the gradients are dropped.
+                written a weight, and in the first case the gradients are dropped. At stage 2, also
+                by a backward pass: zero_grad() has dropped gradients on some ranks only.
 
         Collective.
         """

@@ -36,9 +36,9 @@ class Memory(NamedTuple):
             it is reduced; of all with sharded experts. At stage 3 the largest unit's gathered
             weights and gradients, including those in `reduce_dtype`. With offload_weights the
             gathered weights of the model itself and of the largest unit, this unit's shards twice,
-            and the largest gradient; on an accelerator also shards of gradients on their way to
-            the host, which then has `parameters` and `gradients`. The buffers of the update come
-            later and are not included.
+            and the largest gradient. On an accelerator these shards are the largest unit's, and
+            shards of gradients on their way to the host come to them; the host then has
+            `parameters` and `gradients`. The buffers of the update come later and are not included.
     """
 
     parameters: int
@@ -322,10 +322,11 @@ def _with_experts(unit: nn.Module, by_unit: Mapping[nn.Module, Memory]) -> int:
 def _of_infinity(
     ranks: _Ranks, units: list[tuple[nn.Module, list[nn.Parameter]]], model: nn.Module
 ) -> Memory:
-    resident = gradients = coming = largest_grad = 0
+    resident = gradients = coming = largest_grad = upload = 0
+    is_on_device = device_of_model(model.parameters()).type != "cpu"
     wholes, extras = dict[nn.Module, int](), dict[nn.Module, int]()  # gathered, and besides
     for module, params in units:
-        shards = largest = 0
+        shards = largest = packed = 0
         for param in params:
             mine = ranks.shard(param)
             is_cast = ranks.options.grad_dtype != param.dtype
@@ -335,14 +336,17 @@ def _of_infinity(
             if param.nbytes >= PACKED_BYTES:
                 shards += mine * param.element_size()
             else:
-                resident += mine * param.element_size()
+                packed += mine * param.element_size()
                 gradients += grad
-        wholes[module], extras[module] = sum(p.nbytes for p in params), 2 * shards + largest
+        resident, upload = resident + packed, max(upload, shards + packed)
+        wholes[module] = sum(param.nbytes for param in params)
+        extras[module] = largest + (0 if is_on_device else 2 * shards)
     peaks = []
     for module, extra in extras.items():
         inside = {*expert_parallel_modules(module).values()} & extras.keys() - {module}
         most = max([extra, *(wholes[m] + extras[m] for m in inside)])
         peaks.append((module is not model) * wholes[module] + most)
-    is_on_device = device_of_model(model.parameters()).type != "cpu"
-    on_way = min(coming, max(largest_grad, MAX_COMING_BYTES)) if is_on_device else 0
-    return Memory(resident, gradients, 0, wholes.get(model, 0) + max(peaks) + on_way)
+    buffers = wholes.get(model, 0) + max(peaks)
+    if is_on_device:
+        buffers += 2 * upload + min(coming, max(largest_grad, MAX_COMING_BYTES))
+    return Memory(resident, gradients, 0, buffers)

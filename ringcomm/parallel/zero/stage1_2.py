@@ -125,6 +125,7 @@ class FlatZero(ZeroOptimizer):
         return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:
+        self._reducer.has_reduced = True
         for bucket in self._unreduced:
             bucket.reduce()
         self._unreduced = []
@@ -136,8 +137,7 @@ class FlatZero(ZeroOptimizer):
                     yield param, bucket.shard_grad[bucket.place_in_shard(param)]
 
     def _forget_gradients(self) -> None:
-        for bucket in self._buckets:
-            bucket.forget_gradients()
+        self._reducer.drop()
         self._reducer.forget()
         self._present, self._unreduced = set(), []
         for param in self._bucket_of:
