@@ -131,10 +131,8 @@ def all_gather_shards(
 @contextmanager
 def current_stream_of(device: torch.device, stream: torch.Stream) -> Iterator[None]:
     """Where a stream of a device is the current one; threads may use one stream at once."""
-    before, index = (
-        torch.accelerator.current_stream(device),
-        torch.accelerator.current_device_index(),
-    )
+    before = torch.accelerator.current_stream(device)
+    index = torch.accelerator.current_device_index()
     torch.accelerator.set_stream(stream)  # which makes its device the current one
     try:
         yield

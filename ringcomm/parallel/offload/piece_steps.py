@@ -121,9 +121,8 @@ class PieceSteps(torch.optim.Optimizer):
         weight, grad = self._operands.get(param)
         if self.is_whole:
             return weight, grad
-        return weight.view(-1)[place], None if grad is None else grad.reshape(-1)[
-            place
-        ].contiguous()
+        grad = None if grad is None else grad.reshape(-1)[place].contiguous()
+        return weight.view(-1)[place], grad
 
     def _start_copy(
         self, method: str, param: Tensor, place: slice, options: dict[str, Any]

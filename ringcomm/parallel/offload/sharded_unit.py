@@ -134,7 +134,7 @@ class ShardedUnit:
 
     def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
         """Replaces this rank's piece; not while the weight is gathered."""
-        self._shard_store.settle()
+        self._shard_store.settle()  # packed pieces are in no row, and may be on their way
         piece = self.shards[param]
         is_away = self.is_away(param)
         with (
