@@ -127,6 +127,8 @@ def check_algorithms(rank: int) -> list[bytes]:
             tensor = oracle.floats(rank, 1001, dtype).to(GPU)
             dist.all_reduce(tensor, op, group=group)
             found.append(oracle.bits(tensor.cpu()))
+        ran = {by for op, by in ringcomm.stats(group) if op == "all_reduce"}
+        assert ran == {"ring" if algorithm == "ring" else "direct"}  # or the backend's own
     return found
 
 
@@ -176,6 +178,16 @@ def test_what_the_backend_cannot_reduce_is_refused(
         reduce_scatter_single(tensor[:3].clone(), tensor, op, group=group)
     dist.broadcast(tensor, 0, group=group)
     assert tensor.tolist() == list(range(6))
+
+
+@in_emulated_ranks(2, kernels=False)
+def test_a_factor_is_applied_before_the_backend_sums(rank: int) -> None:
+    """The backend sees a sum: its own premul_sum is not asked for."""
+    inputs = [oracle.floats(r, 501, torch.float16) for r in range(2)]
+    tensor = inputs[rank].to(GPU)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(1 / 3))
+    products = [value * (1 / 3) for value in inputs]
+    oracle.assert_equal(tensor.cpu(), (products[0].float() + products[1].float()).half())
 
 
 @in_emulated_ranks(2, kernels=False)
