@@ -48,41 +48,29 @@ struct RingPart {
   }
 };
 
-/// Which half of an all_reduce, or both.
-struct RingHalves {
-  bool has_reduce_scatter = true;
-  bool has_all_gather = true;
-};
-
-/// The ring: every rank receives from the previous rank and sends to the next one. Chunks go around
-/// slice by slice. In each of the N - 1 steps of the reduce-scatter a rank adds its own part of a
-/// slice to what it receives, and passes the sum on; rank r ends with chunk r. In each step of the
-/// all-gather it keeps a complete slice and passes it on.
+/// An all_reduce around the ring: every rank receives from the previous rank and sends to the next
+/// one. Chunks go around slice by slice. In each of the N - 1 steps of the reduce-scatter a rank
+/// adds its own part of a slice to what it receives, and passes the sum on; rank r ends with chunk
+/// r. In each of the N - 1 steps of the all-gather it keeps a complete slice and passes it on.
 ///
 /// Several slices are under way, so that one is reduced while others are transferred: `depth` of
 /// them take every step in turn. What a slice uses on a link, the slice `depth` later uses next.
 ///
-/// The schedule is the same for every kind of `Links`, which moves the data:
+/// `Links` moves the data:
 ///
 /// - schedule(), chunk(rank), input_element_bytes(), output_element_bytes(), slice_elems()
-/// - whole_rank(rank) and step(), for recordings; may be missing
+/// - whole_rank(rank) and step(), for recordings
 /// - depth(): slices under way. Slots of memory hold one less than there are: each rank of the ring
 ///   waits for a free one while it holds a full one.
-/// - expect(part): the part will be received, after all expected before; its place is free.
-/// - send(part): sends the rank's own input, or its own complete output in a lone all-gather.
+/// - send(part): sends the rank's own input.
 /// - reduce(part): receives a partial sum, adds the input, and sends or keeps the sum.
 /// - copy(part): receives a complete slice into the output, and sends it unless it is the last.
 /// Nothing that was sent uses the call's buffers after the end of the engine's call.
 template <class Links>
 class Ring {
  public:
-  Ring(Links& links, RingHalves halves)
-      : links_(links),
-        schedule_(links.schedule()),
-        num_steps_(schedule_.num_steps()),
-        halves_(halves),
-        begin_(halves.has_reduce_scatter ? 0 : num_steps_),
-        end_(halves.has_all_gather ? 2 * num_steps_ : num_steps_) {
+  explicit Ring(Links& links)
+      : links_(links), schedule_(links.schedule()), num_steps_(schedule_.num_steps()) {
     std::size_t max_elems = 0;
     for (int rank = 0; rank <= num_steps_; ++rank)
       max_elems = std::max(max_elems, links.chunk(rank).num_elems);
@@ -92,20 +80,12 @@ class Ring {
   /// Returns the bytes that the next rank consumed.
   std::uint64_t run() {
     const std::size_t depth = links_.depth();
-    for (std::size_t slice = 0; slice < std::min(depth, num_slices_); ++slice) {
-      start(slice);
-      links_.expect(part(begin_, slice));
-    }
+    for (std::size_t slice = 0; slice < std::min(depth, num_slices_); ++slice) start(slice);
     for (std::size_t group = 0; group < num_slices_; group += depth)
-      for (int step = begin_; step < end_; ++step)
+      for (int step = 0; step < 2 * num_steps_; ++step)
         for (std::size_t slice = group; slice < std::min(group + depth, num_slices_); ++slice) {
           turn(step, slice);
-          if (step + 1 < end_) {
-            links_.expect(part(step + 1, slice));
-          } else if (slice + depth < num_slices_) {
-            start(slice + depth);
-            links_.expect(part(begin_, slice + depth));
-          }
+          if (step + 1 == 2 * num_steps_ && slice + depth < num_slices_) start(slice + depth);
         }
     return sent_bytes_;
   }
@@ -118,7 +98,7 @@ class Ring {
     const bool is_last = step == num_steps_ - 1 || step == 2 * num_steps_ - 1;
     return RingPart{.is_gather = is_gather,
                     .is_last = is_last,
-                    .is_sent = !is_last || (!is_gather && halves_.has_all_gather),
+                    .is_sent = !is_last || !is_gather,
                     .chunk_idx = is_gather ? schedule_.all_gather_recv_chunk(step - num_steps_)
                                            : schedule_.reduce_scatter_recv_chunk(step),
                     .slice_idx = slice_idx}
@@ -127,22 +107,20 @@ class Ring {
 
   // Sends what needs nothing received before.
   void start(std::size_t slice_idx) {
-    const bool is_gather = !halves_.has_reduce_scatter;
-    const RingPart own = RingPart{.is_gather = is_gather,
+    const RingPart own = RingPart{.is_gather = false,
                                   .is_last = false,
                                   .is_sent = true,
-                                  .chunk_idx = is_gather ? schedule_.all_gather_send_chunk(0)
-                                                         : schedule_.reduce_scatter_send_chunk(0),
+                                  .chunk_idx = schedule_.reduce_scatter_send_chunk(0),
                                   .slice_idx = slice_idx}
                              .in(links_);
-    [[maybe_unused]] const auto recorded = record(own, begin_, true);
+    const recorder::Span recorded = record(own, 0, true);
     links_.send(own);
-    sent_bytes_ += is_gather ? own.output_bytes : own.input_bytes;
+    sent_bytes_ += own.input_bytes;
   }
 
   void turn(int step, std::size_t slice_idx) {
     const RingPart received = part(step, slice_idx);
-    [[maybe_unused]] const auto recorded = record(received, step, false);
+    const recorder::Span recorded = record(received, step, false);
     if (received.is_gather)
       links_.copy(received);
     else
@@ -151,33 +129,26 @@ class Ring {
     if (received.is_sent) sent_bytes_ += is_complete ? received.output_bytes : received.input_bytes;
   }
 
-  // In `start` the rank sends its own part. Work that is only queued here is not recorded.
-  auto record(const RingPart& part, int step, bool is_start) const {
-    if constexpr (requires { links_.whole_rank(0); }) {
-      links_.step() = {step - begin_ + 1, end_ - begin_, part.slice_idx + 1, num_slices_};
-      return recorder::Span([&] {
-        const int to = part.is_sent ? links_.whole_rank(schedule_.next()) : recorder::kNobody;
-        const int from = is_start ? recorder::kNobody : links_.whole_rank(schedule_.previous());
-        return recorder::Event{.num_bytes = part.is_gather ? part.output_bytes : part.input_bytes,
-                               .peer = recorder::rank16(to),
-                               .waits_for = recorder::rank16(from),
-                               .step = {is_start ? 0 : step % num_steps_ + 1, num_steps_,
-                                        part.slice_idx + 1, num_slices_},
-                               .chunk = recorder::rank16(part.chunk_idx),
-                               .kind = recorder::Kind::kStep,
-                               .op = part.is_gather ? OpKind::kAllGather : OpKind::kReduceScatter};
-      });
-    } else {
-      return 0;
-    }
+  // In `start` the rank sends its own part.
+  recorder::Span record(const RingPart& part, int step, bool is_start) const {
+    links_.step() = {step + 1, 2 * num_steps_, part.slice_idx + 1, num_slices_};
+    return recorder::Span([&] {
+      const int to = part.is_sent ? links_.whole_rank(schedule_.next()) : recorder::kNobody;
+      const int from = is_start ? recorder::kNobody : links_.whole_rank(schedule_.previous());
+      return recorder::Event{.num_bytes = part.is_gather ? part.output_bytes : part.input_bytes,
+                             .peer = recorder::rank16(to),
+                             .waits_for = recorder::rank16(from),
+                             .step = {is_start ? 0 : step % num_steps_ + 1, num_steps_,
+                                      part.slice_idx + 1, num_slices_},
+                             .chunk = recorder::rank16(part.chunk_idx),
+                             .kind = recorder::Kind::kStep,
+                             .op = part.is_gather ? OpKind::kAllGather : OpKind::kReduceScatter};
+    });
   }
 
   Links& links_;
   RingSchedule schedule_;
-  int num_steps_;  // of one half
-  RingHalves halves_;
-  int begin_;
-  int end_;
+  int num_steps_;  // of the reduce-scatter, and of the all-gather
   std::size_t num_slices_;
   std::uint64_t sent_bytes_ = 0;
 };

@@ -45,8 +45,6 @@ class MemoryLinks {
             at(call_.outputs[0], elems.begin_elems, output_bytes_), elems.num_elems};
   }
 
-  void expect(const RingPart&) {}
-
   void send(const RingPart& part) {
     context_.check(ringcomm::send(context_.arch(), to_next_, part.input, part.input_bytes));
     context_.count_copied(part.input_bytes);
@@ -92,7 +90,7 @@ class MemoryLinks {
 std::uint64_t run_ring(ShmContext& context, const Collective& call) {
   if (!context.publish()) return 0;
   MemoryLinks links(context, call);
-  return Ring(links, {}).run();
+  return Ring(links).run();
 }
 
 }  // namespace ringcomm
