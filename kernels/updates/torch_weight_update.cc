@@ -221,12 +221,16 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
       "square_sums(Tensor grad, float scale, *, float? clip_value=None) "
       "-> (Tensor rows, Tensor cols)");
   m.def(
-      "adalomo_squares(Tensor weight, Tensor grad, Tensor row_factor, Tensor col_factor, "
-      "float scale, *, Tensor? low=None, float? clip_value=None) -> Tensor");
+      "adalomo_moments_(Tensor(a!)? row, Tensor(b!) col, Tensor row_sums, Tensor col_sums, "
+      "float share, float eps) -> (Tensor col_factor, Tensor row_mean)");
   m.def(
-      "adalomo_update_(Tensor(a!) weight, Tensor grad, Tensor row_factor, Tensor col_factor, "
-      "Tensor step_and_decay, float scale, int rounding_seed=-1, *, Tensor(b!)? low=None, "
-      "float? clip_value=None, int first_elem=0) -> ()");
+      "adalomo_squares(Tensor weight, Tensor grad, Tensor? row, Tensor col_factor, "
+      "Tensor row_mean, float scale, *, Tensor? low=None, float? clip_value=None) -> Tensor");
+  m.def(
+      "adalomo_update_(Tensor(a!) weight, Tensor grad, Tensor? row, Tensor col_factor, "
+      "Tensor row_mean, Tensor squares, int num_elems, float lr, float weight_decay, "
+      "float least_rms, float clip_threshold, float scale, int rounding_seed=-1, *, "
+      "Tensor(b!)? low=None, float? clip_value=None, int first_elem=0) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(ringcomm, Autograd, m) {

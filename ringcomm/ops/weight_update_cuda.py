@@ -4,6 +4,7 @@ They match kernels/updates/torch_weight_update.cc, which is for the CPU. They do
 device. After its tensors an operator takes `numbers`: lr, weight_decay, scale and rounding_seed.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -32,14 +33,20 @@ for _name in ("sgd", "linear_sgd", "embedding_sgd", "adalomo"):
 
 @torch.library.register_fake("ringcomm::square_sums")
 def _(grad: Tensor, *options: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    rows, cols = grad.shape
-    return grad.new_empty([rows], dtype=torch.float32), grad.new_empty([cols], dtype=torch.float32)
+    return _square_sums(grad, *((1, 1) if grad.device.type == "cpu" else _programs(grad)))
+
+
+@torch.library.register_fake("ringcomm::adalomo_moments_")
+def _(row: Tensor | None, col: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    _check_devices(row, col, *args)
+    return _factors(row, col, is_in_parts=col.device.type != "cpu")
 
 
 @torch.library.register_fake("ringcomm::adalomo_squares")
 def _(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> Tensor:
     _check_devices(weight, low, *args)
-    return weight.new_empty([2], dtype=torch.float32)
+    num_parts = 1 if weight.device.type == "cpu" else math.prod(_programs(weight))
+    return weight.new_empty([2, num_parts], dtype=torch.float64)
 
 
 @on_cuda
@@ -181,91 +188,148 @@ def embedding_sgd_update_(
     mark_written(weight, low)
 
 
-_BLOCK = {"BLOCK_ROWS": plans.MATRIX_ROWS, "BLOCK_COLS": plans.MATRIX_COLS}
-_TILE = {**_BLOCK, "num_warps": plans.MATRIX_WARPS}
+_TILE = {
+    "BLOCK_ROWS": plans.MATRIX_ROWS,
+    "BLOCK_COLS": plans.MATRIX_COLS,
+    "num_warps": plans.MATRIX_WARPS,
+}
+_PARTS = {"BLOCK_PARTS": plans.PARTS_BLOCK}
+_MOMENTS = {
+    "PARTS": plans.MOMENTS_PARTS,
+    "BLOCK": plans.MOMENTS_BLOCK,
+    "num_warps": plans.MATRIX_WARPS,
+}
 
 
-def _tiles(matrix: Tensor) -> tuple[int, int]:
-    """The number of tiles along the columns, and along the rows."""
-    return -(-matrix.shape[0] // plans.MATRIX_ROWS), -(-matrix.shape[1] // plans.MATRIX_COLS)
+def _programs(matrix: Tensor) -> tuple[int, int]:
+    """The number of panels of columns, and of bands of rows; a program for each of both."""
+    num_panels = -(-matrix.shape[1] // plans.MATRIX_COLS)
+    num_bands = max(1, plans.MATRIX_PROGRAMS // max(1, num_panels))
+    return num_panels, min(num_bands, -(-matrix.shape[0] // plans.MATRIX_ROWS))
+
+
+def _square_sums(grad: Tensor, num_panels: int, num_bands: int) -> tuple[Tensor, Tensor]:
+    rows = grad.new_empty([num_panels, grad.shape[0]], dtype=torch.float32)
+    return rows, grad.new_empty([num_bands, grad.shape[1]], dtype=torch.float32)
 
 
 @on_cuda
 def square_sums(
     grad: Tensor, scale: float, *, clip_value: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sums of the squares of rows and of columns, float32."""
+    """The sums of the squares of rows and of columns, in parts: float32 [parts, rows or cols]."""
     op = "square_sums"
     arguments.check_tensor(op, "grad", grad, grad)
     want(grad.dim() == 2, op, "a matrix", tuple(grad.shape))
     step = step_of(op, clip_value, 0.0, 0.0, scale)
-    grad = grad.contiguous()
-    tiles_down, tiles_across = _tiles(grad)
-    row_sums = grad.new_empty([tiles_across, grad.shape[0]], dtype=torch.float64)
-    col_sums = grad.new_empty([tiles_down, grad.shape[1]], dtype=torch.float64)
+    grad, programs = grad.contiguous(), _programs(grad)
+    sums = _square_sums(grad, *programs)
     if grad.numel():
-        kernel = kernels().weight_update.square_sums_kernel
-        given = (grad, row_sums, col_sums, *grad.shape, step.scale, step.limit)
-        launch(kernel, (tiles_down * tiles_across,), *given, **_TILE)
-    return row_sums.sum(0).float(), col_sums.sum(0).float()
+        given = (grad, *sums, *grad.shape, step.scale, step.limit)
+        launch(kernels().weight_update.square_sums_kernel, programs, *given, **_TILE)
+    return sums
 
 
-def _factored(op: str, weight: Tensor, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-    """The gradient and the factors of its rows and columns, checked."""
-    for name, factor, size in zip(("row_factor", "col_factor"), factors, weight.shape, strict=True):
-        arguments.check_tensor(op, name, factor, weight, (torch.float32,), (size,))
-    return gradient_of(op, weight, grad), *(factor.contiguous() for factor in factors)
+def _factors(row: Tensor | None, col: Tensor, *, is_in_parts: bool) -> tuple[Tensor, Tensor]:
+    num_parts = 0 if row is None else -(-len(row) // plans.MOMENTS_BLOCK) if is_in_parts else 1
+    return torch.empty_like(col), col.new_empty([num_parts], dtype=torch.float64)
+
+
+@on_cuda
+def adalomo_moments_(
+    row: Tensor | None,
+    col: Tensor,
+    row_sums: Tensor,
+    col_sums: Tensor,
+    share: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Moves the moments, which AdaLomo has checked, by `share` to the means of squares.
+
+    Returns the columns' factors and the mean of `row`, the latter in float64 parts.
+    """
+    num_rows, num_cols = 1 if row is None else len(row), len(col)
+    col_factor, row_mean = _factors(row, col, is_in_parts=True)
+    num_blocks = len(row_mean) + -(-num_cols // plans.MOMENTS_BLOCK)
+    if num_blocks:
+        sums = (row_sums, col_sums, len(row_sums), len(col_sums))
+        given = (col, row, *sums, col_factor, row_mean, num_rows, num_cols, share, eps)
+        kernel = kernels().weight_update.moments_kernel
+        launch(kernel, (num_blocks,), *given, **_MOMENTS)
+    mark_written(row, col)
+    return col_factor, row_mean
+
+
+def _factored(
+    op: str, weight: Tensor, grad: Tensor, row: Tensor | None, col: Tensor, row_mean: Tensor
+) -> tuple[Any, ...]:
+    """What makes the direction of an update, checked."""
+    num_rows, num_cols = weight.shape
+    arguments.check_tensor(op, "col_factor", col, weight, (torch.float32,), (num_cols,))
+    arguments.check_tensor(op, "row_mean", row_mean, weight, (torch.float64,), (len(row_mean),))
+    if row is not None:
+        arguments.check_tensor(op, "row", row, weight, (torch.float32,), (num_rows,))
+        row = row.contiguous()
+    ordered = gradient_of(op, weight, grad)
+    return ordered, row, col.contiguous(), row_mean.contiguous(), len(row_mean)
 
 
 @on_cuda
 def adalomo_squares(
     weight: Tensor,
     grad: Tensor,
-    row_factor: Tensor,
+    row: Tensor | None,
     col_factor: Tensor,
+    row_mean: Tensor,
     scale: float,
     *,
     low: Tensor | None = None,
     clip_value: float | None = None,
 ) -> Tensor:
-    """The sums of the squares of the update's direction and of the weight: float32 of shape [2]."""
+    """The sums of the squares of the update's direction and of the weight: float64 [2, parts]."""
     op = "adalomo_squares"
     step = step_of(op, clip_value, 0.0, 0.0, scale)
     check_weight(op, weight, low, step)
-    factored = _factored(op, weight, grad, row_factor, col_factor)
-    tiles_down, tiles_across = _tiles(weight)
-    sums = grad.new_empty([2, tiles_down * tiles_across], dtype=torch.float64)
+    factored, programs = _factored(op, weight, grad, row, col_factor, row_mean), _programs(weight)
+    squares = grad.new_empty([2, math.prod(programs)], dtype=torch.float64)
     if weight.numel():
+        given = (weight, low, *factored, squares, *weight.shape, step.scale, step.limit)
         kernel = kernels().weight_update.update_squares_kernel
-        given = (weight, low, *factored, sums, *weight.shape, step.scale, step.limit)
-        launch(kernel, sums.shape[1:], *given, **_TILE)
-    return sums.sum(1).float()
+        launch(kernel, programs, *given, **_TILE, **_PARTS)
+    return squares
 
 
 @on_cuda
 def adalomo_update_(
     weight: Tensor,
     grad: Tensor,
-    row_factor: Tensor,
+    row: Tensor | None,
     col_factor: Tensor,
-    step_and_decay: Tensor,
+    row_mean: Tensor,
+    squares: Tensor,
+    num_elems: int,
+    lr: float,
+    weight_decay: float,
+    least_rms: float,
+    clip_threshold: float,
     *scale_and_seed: Any,
     low: Tensor | None = None,
     clip_value: float | None = None,
     first_elem: int = 0,
 ) -> None:
-    """One step by the gradient times its factors; step and decay are read on the device."""
+    """One step; num_elems, of the full weight, and the squares decide its size on the device."""
     op = "adalomo_update_"
-    step = step_of(op, clip_value, 0.0, 0.0, *scale_and_seed)
+    step = step_of(op, clip_value, lr, weight_decay, *scale_and_seed)
     check_weight(op, weight, low, step)
     want(first_elem >= 0, op, "first_elem to be 0 or more", first_elem)
-    factored = _factored(op, weight, grad, row_factor, col_factor)
-    arguments.check_tensor(op, "step_and_decay", step_and_decay, weight, (torch.float32,), (2,))
-    check_writable(op, weight, low, *factored, step_and_decay)
-    tiles_down, tiles_across = _tiles(weight)
+    factored = _factored(op, weight, grad, row, col_factor, row_mean)
+    shape = (2, squares.shape[-1])
+    arguments.check_tensor(op, "squares", squares, weight, (torch.float64,), shape)
+    check_writable(op, weight, low, *factored[:1], col_factor, row_mean, squares)
     if weight.numel():
+        numbers = (lr, weight_decay, least_rms, clip_threshold, step.key, first_elem)
+        sizes = (squares.shape[1], *weight.shape, num_elems, step.scale, step.limit)
+        given = (weight, low, *factored, squares.contiguous(), *sizes, *numbers)
         kernel = kernels().weight_update.adalomo_kernel
-        options = (step.scale, step.limit, step.key, first_elem)
-        given = (weight, low, *factored, step_and_decay.contiguous(), *weight.shape, *options)
-        launch(kernel, (tiles_down * tiles_across,), *given, **_TILE)
+        launch(kernel, _programs(weight), *given, **_TILE, **_PARTS)
     mark_written(weight, low)
