@@ -131,20 +131,18 @@ std::tuple<at::Tensor, at::Tensor> adalomo_moments_(const OptionalTensor& row,
 class FactoredUpdate {
  public:
   FactoredUpdate(const WeightArray& array, const at::Tensor& grad, const OptionalTensor& row,
-                 const at::Tensor& col_factor, const at::Tensor& row_mean, const char* op)
+                 const at::Tensor& col_factor, const at::Tensor& row_mean,
+                 const OptionalTensor& squares, const char* op)
       : array_(array), num_cols_(array.weight().size(1)) {
     check_grad(grad, array.weight(), op);
-    check_factor(col_factor, num_cols_, "col_factor", op);
-    check_double(row_mean, {row_mean.numel()}, "row_mean", op);
+    check_factors(array.weight(), row, col_factor, row_mean, squares, op);
     grad_ = grad.detach().contiguous();
-    col_factor_ = col_factor.detach().contiguous();
+    col_factor_ = col_factor;
     row_factors_.resize(array.weight().size(0), 1.0F);
     if (!row.has_value()) return;
-    check_factor(*row, array.weight().size(0), "row", op);
     const auto mean = static_cast<float>(row_mean.sum().item<double>());
-    const at::Tensor moments = row->contiguous();
     for (std::size_t i = 0; i < row_factors_.size(); ++i)
-      row_factors_[i] = 1 / std::sqrt(moments.const_data_ptr<float>()[i] / mean);
+      row_factors_[i] = 1 / std::sqrt(row->const_data_ptr<float>()[i] / mean);
   }
 
   const WeightOps& ops() const { return array_.ops(float_dtype_of(grad_)); }
@@ -164,21 +162,7 @@ class FactoredUpdate {
     }
   }
 
-  static void check_double(const at::Tensor& tensor, at::IntArrayRef sizes, const char* name,
-                           const char* op) {
-    check_dense(tensor, name, op);
-    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kDouble, "ringcomm: ", op, " needs ", name,
-                     " in float64, got ", tensor.scalar_type());
-    check_shape(tensor, sizes, name, op);
-  }
-
  private:
-  static void check_factor(const at::Tensor& factor, int64_t size, const char* name,
-                           const char* op) {
-    check_fp32(factor, name, op);
-    check_shape(factor, {size}, name, op);
-  }
-
   const WeightArray& array_;
   int64_t num_cols_;
   at::Tensor grad_, col_factor_;
@@ -192,7 +176,7 @@ at::Tensor adalomo_squares(const at::Tensor& weight, const at::Tensor& grad,
   constexpr const char* kOp = "adalomo_squares";
   const WeightArray array(weight, low, -1, true, kOp);
   const WeightStep step = weight_step_of({.scale = scale, .clip_value = clip_value}, kOp);
-  const FactoredUpdate update(array, grad, row, col_factor, row_mean, kOp);
+  const FactoredUpdate update(array, grad, row, col_factor, row_mean, std::nullopt, kOp);
   const WeightOps& ops = update.ops();
   const Tiles tiles = update.tiles();
   std::vector<RunSquares> partial(tiles.num_bands() * tiles.num_panels());
@@ -226,8 +210,7 @@ void adalomo_update_(const at::Tensor& weight, const at::Tensor& grad, const Opt
   const WeightArray array(weight, low, rounding_seed, true, kOp);
   WeightStep step = weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, kOp);
   check_first_elem(first_elem, kOp);
-  const FactoredUpdate update(array, grad, row, col_factor, row_mean, kOp);
-  FactoredUpdate::check_double(squares, {2, squares.size(-1)}, "squares", kOp);
+  const FactoredUpdate update(array, grad, row, col_factor, row_mean, squares, kOp);
   array.check_writable({grad, col_factor, row_mean, squares});
   // In fp32, and NaN stays: as adalomo_kernel of weight_update.py.
   const auto at_least = [](float value, double least) {
@@ -252,6 +235,21 @@ void adalomo_update_(const at::Tensor& weight, const at::Tensor& grad, const Opt
 }
 
 }  // namespace
+
+void check_factors(const at::Tensor& weight, const OptionalTensor& row,
+                   const at::Tensor& col_factor, const at::Tensor& row_mean,
+                   const OptionalTensor& squares, const char* op) {
+  const auto check = [&](const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef sizes,
+                         const char* name) {
+    check_dtype(tensor, dtype, name, op, weight.device());
+    check_shape(tensor, sizes, name, op);
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), "ringcomm: ", op, " needs ", name, " contiguous");
+  };
+  if (row.has_value()) check(*row, at::kFloat, {weight.size(0)}, "row");
+  check(col_factor, at::kFloat, {weight.size(1)}, "col_factor");
+  check(row_mean, at::kDouble, {row_mean.numel()}, "row_mean");
+  if (squares.has_value()) check(*squares, at::kDouble, {2, squares->size(-1)}, "squares");
+}
 
 TORCH_LIBRARY_IMPL(ringcomm, CPU, m) {
   m.impl("square_sums", square_sums);

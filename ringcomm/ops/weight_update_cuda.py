@@ -1,7 +1,8 @@
 """Updates of weights in place: fakes, and the operators on CUDA as kernels of ringcomm.kernels.
 
-They match kernels/updates/torch_weight_update.cc, which is for the CPU. They do not wait for the
-device. After its tensors an operator takes `numbers`: lr, weight_decay, scale and rounding_seed.
+They match kernels/updates/torch_weight_update.cc, which is for the CPU and whose checks they call.
+They do not wait for the device. After its tensors an operator takes `numbers`: lr, weight_decay,
+scale and rounding_seed.
 """
 
 import math
@@ -10,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcomm.ops import arguments
+from ringcomm import _kernels
 from ringcomm.ops import triton_kernels as plans
-from ringcomm.ops.arguments import check_weight, check_writable, gradient_of, step_of, want
 from ringcomm.ops.triton_kernels import add_product, kernels, launch, mark_written, on_cuda
+
+# The weight's factor, -lr, the gradient's factor and limit, the key of random bits or None.
+_Step = tuple[float, float, float, float, int | None]
 
 
 def _check_devices(*tensors: Any) -> None:
     devices = {str(tensor.device) for tensor in tensors if isinstance(tensor, Tensor)}
-    want(
-        len(devices) <= 1, "a weight update", "tensors on one device", " and ".join(sorted(devices))
-    )
+    if len(devices) > 1:
+        found = " and ".join(sorted(devices))
+        raise ValueError(f"ringcomm: a weight update needs tensors on one device, got {found}")
 
 
 def _fake_update(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> None:
@@ -60,18 +63,16 @@ def sgd_update_(
 ) -> None:
     """One step by a gradient of the weight's shape."""
     op = "sgd_update_"
-    step = step_of(op, clip_value, *numbers)
-    check_weight(op, weight, low, step, is_matrix=False)
-    want(first_elem >= 0, op, "first_elem to be 0 or more", first_elem)
-    ordered = gradient_of(op, weight, grad)
-    check_writable(op, weight, low, grad)
+    given = (weight, low, False, [grad], first_elem, clip_value)
+    step = _kernels.checked_step(op, *given, *numbers)
+    ordered = _kernels.ordered_grad(grad, weight, op)
     if weight.numel():
         _update_elements(weight, low, ordered, step, first_elem)
     mark_written(weight, low)
 
 
 def _update_elements(
-    weight: Tensor, low: Tensor | None, grad: Tensor, step: arguments.Step, first_elem: int
+    weight: Tensor, low: Tensor | None, grad: Tensor, step: _Step, first_elem: int
 ) -> None:
     """Launches the step for the elements of a weight that start at first_elem."""
     num_elems, lead = weight.numel(), plans.lead_of(weight)
@@ -105,22 +106,20 @@ def linear_sgd_update_(
     needs one dtype, rounding to nearest and no limit. Other cases need a quarter of the gradient in
     float32 as workspace, at most 32 MiB.
     """
-    op = "linear_sgd_update_"
-    step = step_of(op, clip_value, *numbers)
-    check_weight(op, weight, low, step)
-    tokens, grads = arguments.tokens_of(op, weight, x, grad_out)
-    check_writable(op, weight, low, tokens, grads)
-    is_plain = low is None and clip_value is None and step.key is None
+    given = (weight, low, True, [x, grad_out], 0, clip_value)
+    step = _kernels.checked_step("linear_sgd_update_", *given, *numbers)
+    tokens, grads = _kernels.tokens_of(weight, x, grad_out)
+    decay, minus_lr, scale, _, key = step
+    is_plain = low is None and clip_value is None and key is None
     if is_plain and tokens.dtype == weight.dtype:
-        alpha = step.minus_lr * step.scale
-        torch.addmm(weight, grads.t(), tokens, beta=step.decay, alpha=alpha, out=weight)
+        torch.addmm(weight, grads.t(), tokens, beta=decay, alpha=minus_lr * scale, out=weight)
     elif weight.numel():
         _update_by_product(weight, low, tokens, grads, step)
     mark_written(weight, low)
 
 
 def _update_by_product(
-    weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: arguments.Step
+    weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: _Step
 ) -> None:
     """Computes groups of rows of the gradient in fp32 with cuBLAS, then updates those rows.
 
@@ -156,15 +155,10 @@ def embedding_sgd_update_(
 
     Indices out of range are ignored: the preceding lookup has asserted that there are none.
     """
-    op = "embedding_sgd_update_"
-    step = step_of(op, clip_value, lr, weight_decay, *numbers)
-    check_weight(op, weight, low, step)
+    given = (weight, low, True, [indices, grad_out], 0, clip_value, lr, weight_decay)
+    step = _kernels.checked_step("embedding_sgd_update_", *given, *numbers)
+    _kernels.check_embedding(weight, indices, grad_out, padding_idx)
     num_rows, width = weight.shape
-    is_row = -1 <= padding_idx < max(1, num_rows)
-    want(is_row, op, f"padding_idx to be one of {num_rows} rows, or -1 for none", padding_idx)
-    arguments.check_tensor(op, "indices", indices, weight, (torch.int64, torch.int32))
-    arguments.check_tensor(op, "grad_out", grad_out, weight, shape=(*indices.shape, width))
-    check_writable(op, weight, low, indices, grad_out)
     ids, order = torch.sort(indices.reshape(-1), stable=True)
     touched = ids
     if weight_decay != 0:
@@ -218,14 +212,13 @@ def square_sums(
     grad: Tensor, scale: float, *, clip_value: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sums of the squares of rows and of columns, in parts: float32 [parts, rows or cols]."""
-    op = "square_sums"
-    arguments.check_tensor(op, "grad", grad, grad)
-    want(grad.dim() == 2, op, "a matrix", tuple(grad.shape))
-    step = step_of(op, clip_value, 0.0, 0.0, scale)
-    grad, programs = grad.contiguous(), _programs(grad)
+    grad = grad.contiguous()
+    numbers = (0, clip_value, 0.0, 0.0, scale)
+    step = _kernels.checked_step("square_sums", grad, None, True, [], *numbers)
+    programs = _programs(grad)
     sums = _square_sums(grad, *programs)
     if grad.numel():
-        given = (grad, *sums, *grad.shape, step.scale, step.limit)
+        given = (grad, *sums, *grad.shape, *step[2:4])
         launch(kernels().weight_update.square_sums_kernel, programs, *given, **_TILE)
     return sums
 
@@ -260,20 +253,6 @@ def adalomo_moments_(
     return col_factor, row_mean
 
 
-def _factored(
-    op: str, weight: Tensor, grad: Tensor, row: Tensor | None, col: Tensor, row_mean: Tensor
-) -> tuple[Any, ...]:
-    """What makes the direction of an update, checked."""
-    num_rows, num_cols = weight.shape
-    arguments.check_tensor(op, "col_factor", col, weight, (torch.float32,), (num_cols,))
-    arguments.check_tensor(op, "row_mean", row_mean, weight, (torch.float64,), (len(row_mean),))
-    if row is not None:
-        arguments.check_tensor(op, "row", row, weight, (torch.float32,), (num_rows,))
-        row = row.contiguous()
-    ordered = gradient_of(op, weight, grad)
-    return ordered, row, col.contiguous(), row_mean.contiguous(), len(row_mean)
-
-
 @on_cuda
 def adalomo_squares(
     weight: Tensor,
@@ -288,12 +267,14 @@ def adalomo_squares(
 ) -> Tensor:
     """The sums of the squares of the update's direction and of the weight: float64 [2, parts]."""
     op = "adalomo_squares"
-    step = step_of(op, clip_value, 0.0, 0.0, scale)
-    check_weight(op, weight, low, step)
-    factored, programs = _factored(op, weight, grad, row, col_factor, row_mean), _programs(weight)
+    step = _kernels.checked_step(op, weight, low, True, [], 0, clip_value, 0.0, 0.0, scale)
+    grad = _kernels.ordered_grad(grad, weight, op)
+    _kernels.check_factors(weight, row, col_factor, row_mean, None, op)
+    programs = _programs(weight)
     squares = grad.new_empty([2, math.prod(programs)], dtype=torch.float64)
     if weight.numel():
-        given = (weight, low, *factored, squares, *weight.shape, step.scale, step.limit)
+        factored = (grad, row, col_factor, row_mean, len(row_mean))
+        given = (weight, low, *factored, squares, *weight.shape, *step[2:4])
         kernel = kernels().weight_update.update_squares_kernel
         launch(kernel, programs, *given, **_TILE, **_PARTS)
     return squares
@@ -319,17 +300,17 @@ def adalomo_update_(
 ) -> None:
     """One step; num_elems, of the full weight, and the squares decide its size on the device."""
     op = "adalomo_update_"
-    step = step_of(op, clip_value, lr, weight_decay, *scale_and_seed)
-    check_weight(op, weight, low, step)
-    want(first_elem >= 0, op, "first_elem to be 0 or more", first_elem)
-    factored = _factored(op, weight, grad, row, col_factor, row_mean)
-    shape = (2, squares.shape[-1])
-    arguments.check_tensor(op, "squares", squares, weight, (torch.float64,), shape)
-    check_writable(op, weight, low, *factored[:1], col_factor, row_mean, squares)
+    read = [grad, col_factor, row_mean, squares]
+    checked = (weight, low, True, read, first_elem, clip_value, lr, weight_decay)
+    step = _kernels.checked_step(op, *checked, *scale_and_seed)
+    ordered = _kernels.ordered_grad(grad, weight, op)
+    _kernels.check_factors(weight, row, col_factor, row_mean, squares, op)
     if weight.numel():
-        numbers = (lr, weight_decay, least_rms, clip_threshold, step.key, first_elem)
-        sizes = (squares.shape[1], *weight.shape, num_elems, step.scale, step.limit)
-        given = (weight, low, *factored, squares.contiguous(), *sizes, *numbers)
+        _, _, scale, limit, key = step
+        factored = (ordered, row, col_factor, row_mean, len(row_mean), squares, squares.shape[1])
+        sizes = (*weight.shape, num_elems, scale, limit)
+        numbers = (lr, weight_decay, least_rms, clip_threshold, key, first_elem)
         kernel = kernels().weight_update.adalomo_kernel
+        given = (weight, low, *factored, *sizes, *numbers)
         launch(kernel, _programs(weight), *given, **_TILE, **_PARTS)
     mark_written(weight, low)

@@ -217,7 +217,7 @@ _FOR_ALL: list[tuple[type[Exception], str, _Change]] = [
     (ValueError, "Half|float16", {0: random(SHAPE, FP16), "rounding_seed": 3}),
     (ValueError, "-2", {"rounding_seed": -2}),
     (ValueError, "both", {0: _HALF, "low": LOW, "rounding_seed": 3}),
-    (TypeError, "int", {0: _HALF, "low": LOW.int()}),
+    (TypeError, "Short", {0: _HALF, "low": LOW.int()}),
     (ValueError, r"\[4, 5\]", {0: _HALF, "low": LOW[:, :5]}),
     (ValueError, "strides", {0: _HALF, "low": LOW.t().contiguous().t()}),
     (ValueError, "clip_value", {"clip_value": 0.0}),
