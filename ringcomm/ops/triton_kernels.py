@@ -145,6 +145,7 @@ MOMENTS_PARTS, MOMENTS_BLOCK, PARTS_BLOCK = 32, 64, 1024
 # computed at once.
 PRODUCT_BYTES, SMALL_PRODUCT_BYTES = 32 << 20, 8 << 20
 PRODUCT_TILE = 128  # rows of a tile of the product
+WHOLE_BYTES = 256 << 20  # of a gradient in the weight's dtype, for stochastic rounding
 
 
 def rows_per_product(num_rows: int, num_cols: int) -> int:

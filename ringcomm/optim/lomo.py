@@ -67,7 +67,8 @@ class Lomo(InBackwardOptimizer):
             overlap (None): continue the backward pass while a gradient is reduced; two gradients
                 are then in memory. None: enabled unless the ranks are on CPUs.
             stochastic_rounding (False): round bfloat16 weights up or down at random, without bias,
-                so that small updates are not lost. It needs no memory.
+                so that small updates are not lost. It needs no memory, but on CUDA a linear layer's
+                gradient of up to 256 MiB is materialized in bfloat16.
             master (None): "split" stores the lower 16 bits of fp32 master weights separately:
                 exact, with 2 more bytes per bfloat16 weight.
             seed (0): the 32-bit seed of stochastic rounding.

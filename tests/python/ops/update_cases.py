@@ -222,6 +222,7 @@ def run_linear(case: Case, ops: Any, weight: Tensor, given: Any, options: dict[s
     with pytest.MonkeyPatch.context() as patch:
         if case.rows_at_a_time:
             patch.setattr(plans, "rows_per_product", lambda *shape: case.rows_at_a_time)
+            patch.setattr(plans, "WHOLE_BYTES", -1)
         there = (x.to(weight.device), grad_out.to(weight.device))
         ops.linear_sgd_update_(weight, *there, *given, **options)
     return grad
