@@ -6,10 +6,12 @@
 
 bfloat16, activations recomputed, 8 rows of 1024 tokens, 1.1 billion weights. The ways: forward
 only, torch's SGD and fused AdamW, ringcomm's Lomo and AdaLomo, exact clipping by either of its two
-modes, and lomo_optim's Lomo where that is installed. Each has a process of its own, so that running
-out of memory does not end the run. Beside the peak is one gradient: the bytes of the largest
-weight, which an update in the backward pass may need beyond the forward pass. --grow: the most
-layers with which 1 row of 2048 tokens is trained, by Lomo and by AdamW.
+modes, and lomo_optim's Lomo where that is installed. "linear loss": ringcomm's linear_cross_entropy
+in place of the model's own loss, whose logits and their copies in fp32 are the peak. Each has a
+process of its own, so that running out of memory does not end the run. Beside the peak is one
+gradient: the bytes of the largest weight, which an update in the backward pass may need beyond the
+forward pass. --grow: the most layers with which 1 row of 2048 tokens is trained, by Lomo and by
+AdamW.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from _ringcomm.status import RankError
 from _ringcomm.values import words
 from ringcomm.measure.ranks import Team
+from ringcomm.ops import linear_cross_entropy
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 LR = 1e-3
@@ -57,6 +60,8 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "two-pass clip": lambda model: Lomo(model, LR, clip_grad_norm=CLIP_NORM, clip_mode="two_pass"),
     "lomo_optim": _lomo_optim,
 }
+LINEAR_LOSS = " linear loss"
+WAYS |= {f"{way}{LINEAR_LOSS}": WAYS[way] for way in ("SGD", "Lomo")}
 GROWN = ("Lomo", "AdamW")
 
 
@@ -95,7 +100,7 @@ def train(way: str, options: Options, num_layers: int, device: torch.device) -> 
     for _ in range(NUM_STEPS):
         begin = time.perf_counter()
         with torch.set_grad_enabled(optimizer is not None):
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = _loss_of(model, ids, is_linear=way.endswith(LINEAR_LOSS))
         if optimizer is not None:
             _step(optimizer, loss)
         losses.append(loss.item())
@@ -111,6 +116,16 @@ def train(way: str, options: Options, num_layers: int, device: torch.device) -> 
         "losses": losses,
         **memory_of(weights, optimizer is not None, device),
     }
+
+
+def _loss_of(model: Any, ids: Tensor, *, is_linear: bool) -> Tensor:
+    """The mean over the next tokens."""
+    if not is_linear:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+    found: Tensor = linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:])
+    return found
 
 
 def memory_of(weights: list[Tensor], has_grads: bool, device: torch.device) -> dict[str, Any]:

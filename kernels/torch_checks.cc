@@ -94,21 +94,22 @@ void mark_written(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-void check_dense(const at::Tensor& tensor, const char* name, const char* op) {
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device().is_cpu(), "ringcomm: ", op,
-                    " needs ", name, " dense and on the CPU, like the weight, got a ",
+void check_dense(const at::Tensor& tensor, const char* name, const char* op, at::Device device) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device() == device, "ringcomm: ", op,
+                    " needs ", name, " dense and on ", device, ", like the weight, got a ",
                     tensor.layout(), " tensor on ", tensor.device());
 }
 
-void check_float(const at::Tensor& tensor, const char* name, const char* op) {
-  check_dense(tensor, name, op);
+void check_float(const at::Tensor& tensor, const char* name, const char* op, at::Device device) {
+  check_dense(tensor, name, op, device);
   check_float_dtype(tensor, name, op);
 }
 
-void check_fp32(const at::Tensor& tensor, const char* name, const char* op) {
-  check_dense(tensor, name, op);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", op, " needs ", name,
-                   " in float32, got ", tensor.scalar_type());
+void check_dtype(const at::Tensor& tensor, at::ScalarType dtype, const char* name, const char* op,
+                 at::Device device) {
+  check_dense(tensor, name, op, device);
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, "ringcomm: ", op, " needs ", name, " of dtype ",
+                   dtype, ", got ", tensor.scalar_type());
 }
 
 DType float_dtype_of(const at::Tensor& tensor) {

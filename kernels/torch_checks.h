@@ -25,15 +25,19 @@ torch::CppFunction refuse_grad(const std::string& instead = "");
 /// Makes a backward pass fail that saved what the tensor was before.
 void mark_written(const at::Tensor& tensor);
 
-// ---- of operators on CPUs
+// ---- of operators that compute
 
-/// Dense and on the CPU. `name` is the argument's.
-void check_dense(const at::Tensor& tensor, const char* name, const char* op);
+/// Dense and on the device, which is the weight's. `name` is the argument's.
+void check_dense(const at::Tensor& tensor, const char* name, const char* op,
+                 at::Device device = at::kCPU);
 /// The same, in float32, float16 or bfloat16.
-void check_float(const at::Tensor& tensor, const char* name, const char* op);
+void check_float(const at::Tensor& tensor, const char* name, const char* op,
+                 at::Device device = at::kCPU);
 /// The DType of such a tensor.
 DType float_dtype_of(const at::Tensor& tensor);
-void check_fp32(const at::Tensor& tensor, const char* name, const char* op);
+/// Dense, on the device and of the dtype.
+void check_dtype(const at::Tensor& tensor, at::ScalarType dtype, const char* name, const char* op,
+                 at::Device device = at::kCPU);
 void check_shape(const at::Tensor& tensor, at::IntArrayRef sizes, const char* name, const char* op);
 /// No memory of `written` is in `other`.
 void check_apart(const at::Tensor& written, const at::Tensor& other, const char* op);

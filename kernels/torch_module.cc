@@ -1,8 +1,13 @@
-#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "kernels/losses/torch_softmax_stats.h"
+#include "kernels/updates/torch_arguments.h"
 
 namespace py = pybind11;
 
@@ -20,10 +25,37 @@ py::tuple softmax_shard_entry(int64_t vocab_start, int64_t vocab_size, int64_t i
                         entry.argmax);
 }
 
+// What kernels that are launched from Python take of a step, checked: the weight's factor, -lr, the
+// gradient's factor and limit, and the key of random bits. `read`: tensors that are not written.
+py::tuple checked_step(const std::string& op, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& low, bool is_matrix,
+                       const std::vector<at::Tensor>& read, int64_t first_elem,
+                       std::optional<double> clip_value, double lr, double weight_decay,
+                       double scale, int64_t rounding_seed) {
+  const WeightArray array(weight, low, rounding_seed, is_matrix, op.c_str());
+  const WeightStep step =
+      weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, op.c_str());
+  check_first_elem(first_elem, op.c_str());
+  array.check_writable(read);
+  const auto key = static_cast<std::int32_t>(step.key);
+  return py::make_tuple(step.decay, step.lr_minus, step.scale, step.clip_value,
+                        rounding_seed < 0 ? py::object(py::none()) : py::int_(key));
+}
+
 }  // namespace
 }  // namespace ringcomm
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "ringcomm's operators that are not communication: torch.ops.ringcomm.*";
   m.def("softmax_shard_entry", &ringcomm::softmax_shard_entry);
+  const auto def = [&](const char* name, auto function, const auto&... arguments) {
+    m.def(name, torch::wrap_pybind_function(function), arguments...);
+  };
+  def("checked_step", &ringcomm::checked_step, py::arg("op"), py::arg("weight"), py::arg("low"),
+      py::arg("is_matrix"), py::arg("read"), py::arg("first_elem"), py::arg("clip_value"),
+      py::arg("lr"), py::arg("weight_decay"), py::arg("scale"), py::arg("rounding_seed") = -1);
+  def("ordered_grad", &ringcomm::ordered_grad);
+  def("tokens_of", &ringcomm::tokens_of);
+  def("check_embedding", &ringcomm::check_embedding);
+  def("check_factors", &ringcomm::check_factors);
 }

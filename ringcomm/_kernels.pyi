@@ -1,3 +1,7 @@
+from collections.abc import Sequence
+
+from torch import Tensor
+
 def softmax_shard_entry(
     vocab_start: int,
     vocab_size: int,
@@ -8,3 +12,29 @@ def softmax_shard_entry(
     wants_weighted: bool,
     wants_more: bool,
 ) -> tuple[float, float, float, float, float, int]: ...
+def checked_step(
+    op: str,
+    weight: Tensor,
+    low: Tensor | None,
+    is_matrix: bool,
+    read: Sequence[Tensor],
+    first_elem: int,
+    clip_value: float | None,
+    lr: float,
+    weight_decay: float,
+    scale: float,
+    rounding_seed: int = ...,
+) -> tuple[float, float, float, float, int | None]: ...
+def ordered_grad(grad: Tensor, weight: Tensor, op: str) -> Tensor: ...
+def tokens_of(weight: Tensor, x: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]: ...
+def check_embedding(
+    weight: Tensor, indices: Tensor, grad_out: Tensor, padding_idx: int
+) -> None: ...
+def check_factors(
+    weight: Tensor,
+    row: Tensor | None,
+    col_factor: Tensor,
+    row_mean: Tensor,
+    squares: Tensor | None,
+    op: str,
+) -> None: ...

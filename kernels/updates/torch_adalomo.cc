@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -13,7 +14,7 @@
 
 #include "kernels/updates/torch_arguments.h"
 
-// square_sums, adalomo_squares and adalomo_update_ of torch_weight_update.cc.
+// AdaLomo's operators of torch_weight_update.cc.
 
 namespace ringcomm {
 namespace {
@@ -63,7 +64,7 @@ class Tiles {
 constexpr int64_t kFp32Rows = 8;
 
 at::Tensor added_up(const std::vector<double>& partial, int64_t num_parts, int64_t num_sums) {
-  at::Tensor sums = at::empty({num_sums}, at::kFloat);
+  at::Tensor sums = at::empty({1, num_sums}, at::kFloat);
   auto* to = sums.data_ptr<float>();
   for (int64_t i = 0; i < num_sums; ++i) {
     double sum = 0;
@@ -111,18 +112,37 @@ std::tuple<at::Tensor, at::Tensor> square_sums(const at::Tensor& grad, double sc
           added_up(cols, tiles.num_bands(), num_cols)};
 }
 
-/// A weight, its gradient and the factors of rows and columns, checked.
+std::tuple<at::Tensor, at::Tensor> adalomo_moments_(const OptionalTensor& row,
+                                                    const at::Tensor& col,
+                                                    const at::Tensor& row_sums,
+                                                    const at::Tensor& col_sums, double share,
+                                                    double eps) {
+  const auto move = [&](const at::Tensor& moment, const at::Tensor& sums, int64_t num_each) {
+    const at::Tensor means = sums.sum(0, false, at::kDouble).div_(num_each);
+    moment.lerp_(means.to(at::kFloat).add_(eps), share);
+  };
+  move(col, col_sums, row.has_value() ? row->size(0) : 1);
+  if (!row.has_value()) return {col.rsqrt(), at::empty({0}, at::kDouble)};
+  move(*row, row_sums, col.size(0));
+  return {col.rsqrt(), row->mean(0, true, at::kDouble)};
+}
+
+/// A weight, its gradient, and the moments and factors that make the update's direction, checked.
 class FactoredUpdate {
  public:
-  FactoredUpdate(const WeightArray& array, const at::Tensor& grad, const at::Tensor& row_factor,
-                 const at::Tensor& col_factor, const char* op)
+  FactoredUpdate(const WeightArray& array, const at::Tensor& grad, const OptionalTensor& row,
+                 const at::Tensor& col_factor, const at::Tensor& row_mean,
+                 const OptionalTensor& squares, const char* op)
       : array_(array), num_cols_(array.weight().size(1)) {
     check_grad(grad, array.weight(), op);
-    check_factor(row_factor, array.weight().size(0), "row_factor", op);
-    check_factor(col_factor, num_cols_, "col_factor", op);
+    check_factors(array.weight(), row, col_factor, row_mean, squares, op);
     grad_ = grad.detach().contiguous();
-    row_factor_ = row_factor.detach().contiguous();
-    col_factor_ = col_factor.detach().contiguous();
+    col_factor_ = col_factor;
+    row_factors_.resize(array.weight().size(0), 1.0F);
+    if (!row.has_value()) return;
+    const auto mean = static_cast<float>(row_mean.sum().item<double>());
+    for (std::size_t i = 0; i < row_factors_.size(); ++i)
+      row_factors_[i] = 1 / std::sqrt(row->const_data_ptr<float>()[i] / mean);
   }
 
   const WeightOps& ops() const { return array_.ops(float_dtype_of(grad_)); }
@@ -136,31 +156,27 @@ class FactoredUpdate {
       const int64_t begin = row * num_cols_ + tile.col_begin;
       WeightRun run = array_.run(begin, tile.col_end - tile.col_begin);
       run.grad = grads + begin * grad_.element_size();
-      run.row_factor = row_factor_.const_data_ptr<float>()[row];
+      run.row_factor = row_factors_[row];
       run.col_factor = col_factor_.const_data_ptr<float>() + tile.col_begin;
       body(run);
     }
   }
 
  private:
-  static void check_factor(const at::Tensor& factor, int64_t size, const char* name,
-                           const char* op) {
-    check_fp32(factor, name, op);
-    check_shape(factor, {size}, name, op);
-  }
-
   const WeightArray& array_;
   int64_t num_cols_;
-  at::Tensor grad_, row_factor_, col_factor_;
+  at::Tensor grad_, col_factor_;
+  std::vector<float> row_factors_;
 };
 
 at::Tensor adalomo_squares(const at::Tensor& weight, const at::Tensor& grad,
-                           const at::Tensor& row_factor, const at::Tensor& col_factor, double scale,
-                           const OptionalTensor& low, std::optional<double> clip_value) {
+                           const OptionalTensor& row, const at::Tensor& col_factor,
+                           const at::Tensor& row_mean, double scale, const OptionalTensor& low,
+                           std::optional<double> clip_value) {
   constexpr const char* kOp = "adalomo_squares";
   const WeightArray array(weight, low, -1, true, kOp);
   const WeightStep step = weight_step_of({.scale = scale, .clip_value = clip_value}, kOp);
-  const FactoredUpdate update(array, grad, row_factor, col_factor, kOp);
+  const FactoredUpdate update(array, grad, row, col_factor, row_mean, std::nullopt, kOp);
   const WeightOps& ops = update.ops();
   const Tiles tiles = update.tiles();
   std::vector<RunSquares> partial(tiles.num_bands() * tiles.num_panels());
@@ -178,28 +194,36 @@ at::Tensor adalomo_squares(const at::Tensor& weight, const at::Tensor& grad,
     sum.update += part.update;
     sum.weight += part.weight;
   }
-  at::Tensor result = at::empty({2}, at::kFloat);
-  result.data_ptr<float>()[0] = static_cast<float>(sum.update);
-  result.data_ptr<float>()[1] = static_cast<float>(sum.weight);
+  at::Tensor result = at::empty({2, 1}, at::kDouble);
+  result.data_ptr<double>()[0] = sum.update;
+  result.data_ptr<double>()[1] = sum.weight;
   return result;
 }
 
-void adalomo_update_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& row_factor,
-                     const at::Tensor& col_factor, const at::Tensor& step_and_decay, double scale,
-                     int64_t rounding_seed, const OptionalTensor& low,
-                     std::optional<double> clip_value, int64_t first_elem) {
+void adalomo_update_(const at::Tensor& weight, const at::Tensor& grad, const OptionalTensor& row,
+                     const at::Tensor& col_factor, const at::Tensor& row_mean,
+                     const at::Tensor& squares, int64_t num_elems, double lr, double weight_decay,
+                     double least_rms, double clip_threshold, double scale, int64_t rounding_seed,
+                     const OptionalTensor& low, std::optional<double> clip_value,
+                     int64_t first_elem) {
   constexpr const char* kOp = "adalomo_update_";
   const WeightArray array(weight, low, rounding_seed, true, kOp);
-  WeightStep step = weight_step_of(
-      {.scale = scale, .clip_value = clip_value, .rounding_seed = rounding_seed}, kOp);
+  WeightStep step = weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, kOp);
   check_first_elem(first_elem, kOp);
-  const FactoredUpdate update(array, grad, row_factor, col_factor, kOp);
-  check_fp32(step_and_decay, "step_and_decay", kOp);
-  check_shape(step_and_decay, {2}, "step_and_decay", kOp);
-  array.check_writable({grad, row_factor, col_factor, step_and_decay});
-  const at::Tensor numbers = step_and_decay.contiguous();
-  step.lr_minus = -numbers.const_data_ptr<float>()[0];
-  step.decay = numbers.const_data_ptr<float>()[1];
+  const FactoredUpdate update(array, grad, row, col_factor, row_mean, squares, kOp);
+  array.check_writable({grad, col_factor, row_mean, squares});
+  // In fp32, and NaN stays: as adalomo_kernel of weight_update.py.
+  const auto at_least = [](float value, double least) {
+    return value < static_cast<float>(least) ? static_cast<float>(least) : value;
+  };
+  const at::Tensor sums = squares.sum(1);
+  const auto rms = [&](int idx) {
+    return std::sqrt(
+        static_cast<float>(sums.const_data_ptr<double>()[idx] / static_cast<double>(num_elems)));
+  };
+  const float size = static_cast<float>(lr) * at_least(rms(1), least_rms);
+  step.lr_minus = -(size / at_least(rms(0) / static_cast<float>(clip_threshold), 1));
+  step.decay = std::fma(-size, static_cast<float>(weight_decay), 1.0F);
   const WeightOps& ops = update.ops();
   update.tiles().for_each([&](int64_t, int64_t, const Tile& tile) {
     update.for_rows(tile, [&](WeightRun run) {
@@ -212,8 +236,24 @@ void adalomo_update_(const at::Tensor& weight, const at::Tensor& grad, const at:
 
 }  // namespace
 
+void check_factors(const at::Tensor& weight, const OptionalTensor& row,
+                   const at::Tensor& col_factor, const at::Tensor& row_mean,
+                   const OptionalTensor& squares, const char* op) {
+  const auto check = [&](const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef sizes,
+                         const char* name) {
+    check_dtype(tensor, dtype, name, op, weight.device());
+    check_shape(tensor, sizes, name, op);
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), "ringcomm: ", op, " needs ", name, " contiguous");
+  };
+  if (row.has_value()) check(*row, at::kFloat, {weight.size(0)}, "row");
+  check(col_factor, at::kFloat, {weight.size(1)}, "col_factor");
+  check(row_mean, at::kDouble, {row_mean.numel()}, "row_mean");
+  if (squares.has_value()) check(*squares, at::kDouble, {2, squares->size(-1)}, "squares");
+}
+
 TORCH_LIBRARY_IMPL(ringcomm, CPU, m) {
   m.impl("square_sums", square_sums);
+  m.impl("adalomo_moments_", adalomo_moments_);
   m.impl("adalomo_squares", adalomo_squares);
   m.impl("adalomo_update_", adalomo_update_);
 }

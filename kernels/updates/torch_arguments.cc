@@ -17,7 +17,7 @@ bool is_at_least_0(double value) { return std::isfinite(value) && value >= 0; }
 
 WeightFormat format_of(const at::Tensor& weight, bool has_low, std::int64_t rounding_seed,
                        const char* op) {
-  check_float(weight, "weight", op);
+  check_float(weight, "weight", op, weight.device());
   const auto dtype = weight.scalar_type();
   TORCH_CHECK_VALUE(rounding_seed >= -1, "ringcomm: ", op,
                     ": rounding_seed must be 0 or more, or -1 for none, got ", rounding_seed);
@@ -70,7 +70,7 @@ const GradOps& grad_ops_of(const at::Tensor& grad) {
 }
 
 void check_grad(const at::Tensor& grad, const at::Tensor& weight, const char* op) {
-  check_float(grad, "grad", op);
+  check_float(grad, "grad", op, weight.device());
   check_shape(grad, weight.sizes(), "grad", op);
 }
 
@@ -79,7 +79,8 @@ void check_first_elem(std::int64_t first_elem, const char* op) {
                     first_elem);
 }
 
-at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& weight) {
+at::Tensor ordered_grad(const at::Tensor& grad, const at::Tensor& weight, const char* op) {
+  check_grad(grad, weight, op);
   if (has_strides_of(grad, weight)) return grad;
   return at::empty_strided(weight.sizes(), weight.strides(), grad.options()).copy_(grad.detach());
 }
@@ -131,9 +132,7 @@ WeightArray::WeightArray(const at::Tensor& weight, const std::optional<at::Tenso
                               : "weight whose elements are contiguous in memory",
                     ", got shape ", weight.sizes(), " with strides ", weight.strides());
   if (!low.has_value()) return;
-  check_dense(*low, "low", op);
-  TORCH_CHECK_TYPE(low->scalar_type() == at::kShort, "ringcomm: ", op, " needs low in int16, got ",
-                   low->scalar_type());
+  check_dtype(*low, at::kShort, "low", op, weight.device());
   check_shape(*low, weight.sizes(), "low", op);
   TORCH_CHECK_VALUE(has_strides_of(*low, weight), "ringcomm: ", op,
                     " needs low with the weight's strides, ", weight.strides(), ", got ",
@@ -153,7 +152,7 @@ WeightRun WeightArray::run(std::int64_t begin, std::int64_t num_elems) const {
   return run;
 }
 
-void WeightArray::check_writable(std::initializer_list<at::Tensor> read) const {
+void WeightArray::check_writable(const std::vector<at::Tensor>& read) const {
   if (low_.has_value()) check_apart(weight_, *low_, op_);
   for (const at::Tensor& tensor : read) {
     check_apart(weight_, tensor, op_);

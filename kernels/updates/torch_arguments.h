@@ -3,9 +3,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/torch_checks.h"
 #include "kernels/updates/update_op.h"
@@ -61,7 +62,7 @@ class WeightArray {
   /// Elements in the order of memory, with their numbers and without a gradient.
   WeightRun run(std::int64_t begin, std::int64_t num_elems) const;
   /// Throws if the overwritten tensors require a gradient or overlap a tensor of `read`.
-  void check_writable(std::initializer_list<at::Tensor> read) const;
+  void check_writable(const std::vector<at::Tensor>& read) const;
   void mark_written() const;
 
  private:
@@ -75,7 +76,17 @@ class WeightArray {
 const GradOps& grad_ops_of(const at::Tensor& grad);
 void check_grad(const at::Tensor& grad, const at::Tensor& weight, const char* op);
 void check_first_elem(std::int64_t first_elem, const char* op);
-/// A gradient with its elements in the weight's order in memory.
-at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& weight);
+/// A checked gradient with its elements in the weight's order in memory.
+at::Tensor ordered_grad(const at::Tensor& grad, const at::Tensor& weight, const char* op);
+/// linear_sgd_update_: its input and output gradient, checked, with a row for each token.
+std::pair<at::Tensor, at::Tensor> tokens_of(const at::Tensor& weight, const at::Tensor& x,
+                                            const at::Tensor& grad_out);
+/// embedding_sgd_update_: all but the values of the indices.
+void check_embedding(const at::Tensor& weight, const at::Tensor& indices,
+                     const at::Tensor& grad_out, std::int64_t padding_idx);
+/// AdaLomo: what makes the direction of an update, and the squares that decide its size.
+void check_factors(const at::Tensor& weight, const std::optional<at::Tensor>& row,
+                   const at::Tensor& col_factor, const at::Tensor& row_mean,
+                   const std::optional<at::Tensor>& squares, const char* op);
 
 }  // namespace ringcomm

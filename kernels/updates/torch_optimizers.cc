@@ -28,7 +28,7 @@ void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor&
 
 float* fp32_data(const at::Tensor& tensor, const char* name, const at::Tensor& param) {
   check_operand(tensor, name, param);
-  check_fp32(tensor, name, kLocalName);
+  check_dtype(tensor, at::kFloat, name, kLocalName);
   return tensor.data_ptr<float>();
 }
 

@@ -28,9 +28,8 @@ void sgd_update_(const at::Tensor& weight, const at::Tensor& grad, double lr, do
   const WeightArray array(weight, low, rounding_seed, false, kOp);
   const WeightStep step = weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, kOp);
   check_first_elem(first_elem, kOp);
-  check_grad(grad, weight, kOp);
+  const at::Tensor ordered = ordered_grad(grad, weight, kOp);
   array.check_writable({grad});
-  const at::Tensor ordered = in_order_of(grad, weight);
   const WeightOps& ops = array.ops(float_dtype_of(ordered));
   const auto* grads = static_cast<const char*>(ordered.const_data_ptr());
   at::parallel_for(0, array.numel(), kGrainElems, [&](int64_t begin, int64_t end) {
@@ -58,16 +57,6 @@ int64_t rows_per_block(int64_t num_rows, int64_t num_cols) {
   return std::min({wanted, half, as_fit});
 }
 
-// (..., features) as (tokens, features).
-at::Tensor flat_tokens(const at::Tensor& tensor, int64_t features, const char* name) {
-  check_float(tensor, name, kLinearUpdate);
-  TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.size(-1) == features, "ringcomm: ", kLinearUpdate,
-                    " needs ", name, " of shape (..., ", features, ") to fit the weight, got ",
-                    tensor.sizes());
-  const int64_t num_tokens = c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
-  return tensor.detach().reshape({num_tokens, features});
-}
-
 // The gradient of a linear layer's weight is never materialized. Each block of the weight's rows is
 // updated while its gradient is in the cache.
 void linear_sgd_update_(const at::Tensor& weight, const at::Tensor& x, const at::Tensor& grad_out,
@@ -78,12 +67,7 @@ void linear_sgd_update_(const at::Tensor& weight, const at::Tensor& x, const at:
       weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, kLinearUpdate);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t num_rows = weight.size(0), num_cols = weight.size(1);
-  const at::Tensor tokens = flat_tokens(x, num_cols, "x");
-  const at::Tensor token_grads = flat_tokens(grad_out, num_rows, "grad_out");
-  check_same_dtype(x, grad_out, kLinearUpdate);
-  TORCH_CHECK_VALUE(tokens.size(0) == token_grads.size(0), "ringcomm: ", kLinearUpdate,
-                    " needs x and grad_out with the same number of tokens, got shapes ", x.sizes(),
-                    " and ", grad_out.sizes());
+  const auto [tokens, token_grads] = tokens_of(weight, x, grad_out);
   array.check_writable({x, grad_out});
   const at::Tensor fp32_tokens = tokens.to(at::kFloat);
   const WeightOps& ops = array.ops(DType::kFloat32);
@@ -109,23 +93,12 @@ constexpr const char* kEmbeddingUpdate = "embedding_sgd_update_";
 
 // One-dimensional int64.
 at::Tensor checked_indices(const at::Tensor& indices, int64_t num_rows) {
-  TORCH_CHECK_TYPE(indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt,
-                   "ringcomm: ", kEmbeddingUpdate, " needs indices in int64 or int32, got ",
-                   indices.scalar_type());
   const at::Tensor flat = indices.to(at::kLong).reshape({-1}).contiguous();
   const auto* values = flat.const_data_ptr<std::int64_t>();
   for (int64_t i = 0; i < flat.numel(); ++i)
     TORCH_CHECK_INDEX(values[i] >= 0 && values[i] < num_rows, "ringcomm: ", kEmbeddingUpdate,
                       ": index ", i, " is ", values[i], ", and the weight has ", num_rows, " rows");
   return flat;
-}
-
-void check_grad_out(const at::Tensor& grad_out, const at::Tensor& indices,
-                    const at::Tensor& weight) {
-  check_float(grad_out, "grad_out", kEmbeddingUpdate);
-  std::vector<int64_t> sizes = indices.sizes().vec();
-  sizes.push_back(weight.size(1));
-  check_shape(grad_out, sizes, "grad_out", kEmbeddingUpdate);
 }
 
 /// A row to update, and its tokens in the order of sorted indices.
@@ -163,10 +136,7 @@ void embedding_sgd_update_(const at::Tensor& weight, const at::Tensor& indices,
   const WeightStep step =
       weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, kEmbeddingUpdate);
   const int64_t num_rows = weight.size(0), width = weight.size(1);
-  TORCH_CHECK_VALUE(padding_idx >= -1 && padding_idx < std::max<int64_t>(1, num_rows),
-                    "ringcomm: ", kEmbeddingUpdate, ": padding_idx must be one of the weight's ",
-                    num_rows, " rows, or -1 for none, got ", padding_idx);
-  check_grad_out(grad_out, indices, weight);
+  check_embedding(weight, indices, grad_out, padding_idx);
   const at::Tensor flat = checked_indices(indices, num_rows);
   array.check_writable({indices, grad_out});
   const auto [sorted, order] = at::sort(flat, /*stable=*/true, /*dim=*/0, /*descending=*/false);
@@ -202,7 +172,44 @@ void embedding_sgd_update_(const at::Tensor& weight, const at::Tensor& indices,
   array.mark_written();
 }
 
+// (..., features) as (tokens, features).
+at::Tensor flat_tokens(const at::Tensor& tensor, int64_t features, const char* name,
+                       at::Device device) {
+  check_float(tensor, name, kLinearUpdate, device);
+  TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.size(-1) == features, "ringcomm: ", kLinearUpdate,
+                    " needs ", name, " of shape (..., ", features, ") to fit the weight, got ",
+                    tensor.sizes());
+  const int64_t num_tokens = c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
+  return tensor.detach().reshape({num_tokens, features});
+}
+
 }  // namespace
+
+std::pair<at::Tensor, at::Tensor> tokens_of(const at::Tensor& weight, const at::Tensor& x,
+                                            const at::Tensor& grad_out) {
+  std::pair rows(flat_tokens(x, weight.size(1), "x", weight.device()),
+                 flat_tokens(grad_out, weight.size(0), "grad_out", weight.device()));
+  check_same_dtype(x, grad_out, kLinearUpdate);
+  TORCH_CHECK_VALUE(rows.first.size(0) == rows.second.size(0), "ringcomm: ", kLinearUpdate,
+                    " needs x and grad_out with the same number of tokens, got shapes ", x.sizes(),
+                    " and ", grad_out.sizes());
+  return rows;
+}
+
+void check_embedding(const at::Tensor& weight, const at::Tensor& indices,
+                     const at::Tensor& grad_out, int64_t padding_idx) {
+  TORCH_CHECK_VALUE(padding_idx >= -1 && padding_idx < std::max<int64_t>(1, weight.size(0)),
+                    "ringcomm: ", kEmbeddingUpdate, ": padding_idx must be one of the weight's ",
+                    weight.size(0), " rows, or -1 for none, got ", padding_idx);
+  check_float(grad_out, "grad_out", kEmbeddingUpdate, weight.device());
+  std::vector<int64_t> sizes = indices.sizes().vec();
+  sizes.push_back(weight.size(1));
+  check_shape(grad_out, sizes, "grad_out", kEmbeddingUpdate);
+  check_dense(indices, "indices", kEmbeddingUpdate, weight.device());
+  TORCH_CHECK_TYPE(indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt,
+                   "ringcomm: ", kEmbeddingUpdate, " needs indices in int64 or int32, got ",
+                   indices.scalar_type());
+}
 
 TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
   m.def(
@@ -221,12 +228,16 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
       "square_sums(Tensor grad, float scale, *, float? clip_value=None) "
       "-> (Tensor rows, Tensor cols)");
   m.def(
-      "adalomo_squares(Tensor weight, Tensor grad, Tensor row_factor, Tensor col_factor, "
-      "float scale, *, Tensor? low=None, float? clip_value=None) -> Tensor");
+      "adalomo_moments_(Tensor(a!)? row, Tensor(b!) col, Tensor row_sums, Tensor col_sums, "
+      "float share, float eps) -> (Tensor col_factor, Tensor row_mean)");
   m.def(
-      "adalomo_update_(Tensor(a!) weight, Tensor grad, Tensor row_factor, Tensor col_factor, "
-      "Tensor step_and_decay, float scale, int rounding_seed=-1, *, Tensor(b!)? low=None, "
-      "float? clip_value=None, int first_elem=0) -> ()");
+      "adalomo_squares(Tensor weight, Tensor grad, Tensor? row, Tensor col_factor, "
+      "Tensor row_mean, float scale, *, Tensor? low=None, float? clip_value=None) -> Tensor");
+  m.def(
+      "adalomo_update_(Tensor(a!) weight, Tensor grad, Tensor? row, Tensor col_factor, "
+      "Tensor row_mean, Tensor squares, int num_elems, float lr, float weight_decay, "
+      "float least_rms, float clip_threshold, float scale, int rounding_seed=-1, *, "
+      "Tensor(b!)? low=None, float? clip_value=None, int first_elem=0) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(ringcomm, Autograd, m) {

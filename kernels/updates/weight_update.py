@@ -7,8 +7,10 @@ Weights are stored with one rounding, by the formulas of docs/design/optim.md an
 optimizer_kernels.h, to the last bit. bfloat16 is rounded by integers: a GPU's
 conversion has another NaN, and a memory-bound kernel has the instructions to spare.
 
-AdaLomo passes over a matrix and its gradient tile by tile. Sums within a tile are of fp32 and in a
-fixed order; those of tiles, in float64, are the launcher's.
+AdaLomo is four kernels: the sums of g^2 of rows and columns; moments; the sums of u^2 and w^2; the
+update. Program (p, b) of the grid (panels, bands) passes over a matrix in panel p of its columns,
+tile by tile, at every num_bands-th tile of rows. Sums within a tile are of fp32 and in a fixed
+order. Each kernel adds up, in float64, the parts that the programs of the kernel before have left.
 """
 
 import triton
@@ -18,7 +20,8 @@ from ringcomm.kernels.logit_rows import base_of
 NAN_BITS = tl.constexpr(0x7FC00000)
 
 # Numbers that vary from call to call must not cause recompilation, not even the value 1.
-VARYING = ("lead", "num_elems", "num_rows", "num_tokens", "key", "first_elem", "padding_idx")
+VARYING = ("lead", "num_elems", "num_rows", "num_tokens", "key", "first_elem", "padding_idx",
+           "num_row_parts", "num_col_parts", "num_mean_parts", "num_squares")  # fmt: skip
 
 
 # ---- random bits
@@ -196,25 +199,45 @@ def embedding_kernel(
 
 
 @triton.jit
-def tile_of(num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """A program's rows, columns, elements and their mask; tiles are ordered along rows."""
-    num_across = tl.cdiv(num_cols, BLOCK_COLS)
-    row_tile = (tl.program_id(0) // num_across).to(tl.int64)
-    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = tl.program_id(0) % num_across * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+def tile_of(row_tile, num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """The rows, columns, elements and their mask of a tile in the program's panel of columns."""
+    row = row_tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = (row < num_rows)[:, None] & (column < num_cols)[None, :]
     return row, column, row[:, None] * num_cols + column[None, :], mask
 
 
 @triton.jit
+def total_of(parts, num_parts, BLOCK: tl.constexpr):
+    """The sum of float64 parts."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for begin in range(0, num_parts, BLOCK):
+        part = begin + tl.arange(0, BLOCK)
+        total += tl.load(parts + part, mask=part < num_parts, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def update_direction(
-    grad, row_factor, col_factor, row, column, elem, mask, num_rows, num_cols, scale, clip_value
+    grad,
+    row_moment,
+    mean,
+    col_factor,
+    row,
+    column,
+    elem,
+    mask,
+    num_rows,
+    num_cols,
+    scale,
+    clip_value,
 ):
-    """u: the gradient times its row's and its column's factor."""
-    g = used_gradient(tl.load(grad + elem, mask=mask, other=0.0), scale, clip_value)
-    of_row = tl.load(row_factor + row, mask=row < num_rows, other=0.0)
-    of_col = tl.load(col_factor + column, mask=column < num_cols, other=0.0)
-    return g * of_row[:, None] * of_col[None, :]
+    """u: the gradient times its column's factor and, if it has moments, its row's."""
+    u = used_gradient(tl.load(grad + elem, mask=mask, other=0.0), scale, clip_value)
+    if row_moment is not None:
+        moment = tl.load(row_moment + row, mask=row < num_rows, other=1.0)
+        u *= tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(moment, mean)))[:, None]
+    return u * tl.load(col_factor + column, mask=column < num_cols, other=0.0)[None, :]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -229,15 +252,92 @@ def square_sums_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """The sums of g^2 of each tile's rows (column tiles, rows) and columns (row tiles, columns)."""
-    num_across = tl.cdiv(num_cols, BLOCK_COLS)
-    row, column, elem, mask = tile_of(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
-    g = used_gradient(tl.load(grad + elem, mask=mask, other=0.0), scale, clip_value)
-    square = g * g
-    row_sums_at = row_sums + (tl.program_id(0) % num_across).to(tl.int64) * num_rows + row
-    tl.store(row_sums_at, tl.sum(square, 1).to(tl.float64), mask=row < num_rows)
-    col_sums_at = col_sums + (tl.program_id(0) // num_across).to(tl.int64) * num_cols + column
-    tl.store(col_sums_at, tl.sum(square, 0).to(tl.float64), mask=column < num_cols)
+    """The sums of g^2 of each panel's rows (panels, rows) and each band's columns."""
+    panel, band = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    col_sum = tl.zeros([BLOCK_COLS], tl.float64)
+    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
+        row, column, elem, mask = tile_of(tile, num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+        g = used_gradient(tl.load(grad + elem, mask=mask, other=0.0), scale, clip_value)
+        square = g * g
+        tl.store(row_sums + panel * num_rows + row, tl.sum(square, 1), mask=row < num_rows)
+        col_sum += tl.sum(square, 0).to(tl.float64)
+    column = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    at = col_sums + band * num_cols + column
+    tl.store(at, col_sum.to(tl.float32), mask=column < num_cols)
+
+
+@triton.jit
+def new_moments(
+    moment,
+    sums,
+    num_parts,
+    block,
+    size,
+    num_each,
+    share,
+    eps,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Moves a block of a running mean to the mean squares; returns its places, mask and values."""
+    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    total = tl.zeros([BLOCK], tl.float64)
+    for begin in range(0, num_parts, PARTS):
+        part = begin + tl.arange(0, PARTS)
+        at = sums + part.to(tl.int64)[:, None] * size + place[None, :]
+        some = tl.load(at, mask=(part < num_parts)[:, None] & mask[None, :], other=0.0)
+        total += tl.sum(some.to(tl.float64), 0)
+    mean = (total / num_each).to(tl.float32) + eps
+    old = tl.load(moment + place, mask=mask, other=0.0)
+    near_old, near_mean = old + share * (mean - old), mean - (mean - old) * (1.0 - share)
+    new = tl.where(share < 0.5, near_old, near_mean)
+    tl.store(moment + place, new, mask=mask)
+    return place, mask, new
+
+
+@triton.jit(do_not_specialize=VARYING)
+def moments_kernel(
+    col_moment,
+    row_moment,
+    row_sums,
+    col_sums,
+    num_row_parts,
+    num_col_parts,
+    col_factor,
+    row_mean,
+    num_rows,
+    num_cols,
+    share,
+    eps,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """adalomo_moments_: blocks of rows, then of columns; the mean of rows in parts of blocks."""
+    block = tl.program_id(0)
+    num_row_blocks = 0 if row_moment is None else tl.cdiv(num_rows, BLOCK)
+    if block < num_row_blocks:
+        if row_moment is not None:
+            _, mask, new = new_moments(
+                row_moment,
+                row_sums,
+                num_row_parts,
+                block,
+                num_rows,
+                num_cols,
+                share,
+                eps,
+                PARTS,
+                BLOCK,
+            )
+            total = tl.sum(tl.where(mask, new, 0.0).to(tl.float64), 0)
+            tl.store(row_mean + block, total / num_rows)
+    else:
+        block -= num_row_blocks
+        place, mask, new = new_moments(
+            col_moment, col_sums, num_col_parts, block, num_cols, num_rows, share, eps, PARTS, BLOCK
+        )
+        tl.store(col_factor + place, tl.div_rn(1.0, tl.sqrt_rn(new)), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -245,25 +345,60 @@ def update_squares_kernel(
     weight,
     low,
     grad,
-    row_factor,
+    row_moment,
     col_factor,
-    sums,
+    row_mean,
+    num_mean_parts,
+    squares,
     num_rows,
     num_cols,
     scale,
     clip_value,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):
-    """The sums of u^2 and of w^2 of each tile: (2, tiles)."""
-    row, column, elem, mask = tile_of(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
-    u = update_direction(
-        grad, row_factor, col_factor, row, column, elem, mask, num_rows, num_cols, scale, clip_value
+    """The sums of u^2 and of w^2 of each program: (2, programs)."""
+    mean = (
+        1.0
+        if row_moment is None
+        else total_of(row_mean, num_mean_parts, BLOCK_PARTS).to(tl.float32)
     )
-    w = tl.where(mask, load_weight(weight, low, elem, mask), 0.0)
-    tl.store(sums + tl.program_id(0), tl.sum(tl.sum(u * u, 1).to(tl.float64), 0))
-    of_weights = sums + tl.num_programs(0) + tl.program_id(0)
-    tl.store(of_weights, tl.sum(tl.sum(w * w, 1).to(tl.float64), 0))
+    of_updates, of_weights = tl.zeros([BLOCK_ROWS], tl.float64), tl.zeros([BLOCK_ROWS], tl.float64)
+    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
+        row, column, elem, mask = tile_of(tile, num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+        u = update_direction(
+            grad,
+            row_moment,
+            mean,
+            col_factor,
+            row,
+            column,
+            elem,
+            mask,
+            num_rows,
+            num_cols,
+            scale,
+            clip_value,
+        )
+        w = tl.where(mask, load_weight(weight, low, elem, mask), 0.0)
+        of_updates += tl.sum(u * u, 1).to(tl.float64)
+        of_weights += tl.sum(w * w, 1).to(tl.float64)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(squares + program, tl.sum(of_updates, 0))
+    tl.store(squares + tl.num_programs(0) * tl.num_programs(1) + program, tl.sum(of_weights, 0))
+
+
+@triton.jit
+def rms_of(squares, num_squares, num_elems, BLOCK: tl.constexpr):
+    """The root of the mean of num_elems squares."""
+    return tl.sqrt_rn((total_of(squares, num_squares, BLOCK) / num_elems).to(tl.float32))
+
+
+@triton.jit
+def at_least(value, least):
+    """The larger one; NaN stays."""
+    return tl.where(value < least, least, value)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -271,24 +406,53 @@ def adalomo_kernel(
     weight,
     low,
     grad,
-    row_factor,
+    row_moment,
     col_factor,
-    step_and_decay,
+    row_mean,
+    num_mean_parts,
+    squares,
+    num_squares,
     num_rows,
     num_cols,
+    num_elems,
     scale,
     clip_value,
+    lr,
+    weight_decay,
+    least_rms,
+    clip_threshold,
     key,
     first_elem,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):
-    """adalomo_update_: w <- w * decay - u * step, with numbers read on the device."""
-    row, column, elem, mask = tile_of(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
-    step = tl.load(step_and_decay)
-    decay = tl.load(step_and_decay + 1)
-    u = update_direction(
-        grad, row_factor, col_factor, row, column, elem, mask, num_rows, num_cols, scale, clip_value
+    """adalomo_update_: w <- w * decay - u * step. num_elems: of the full weight."""
+    mean = (
+        1.0
+        if row_moment is None
+        else total_of(row_mean, num_mean_parts, BLOCK_PARTS).to(tl.float32)
     )
-    updated = tl.fma(u, -step, load_weight(weight, low, elem, mask) * decay)
-    store_weight(weight, low, elem, updated, key, first_elem + elem, mask)
+    update_rms = rms_of(squares, num_squares, num_elems, BLOCK_PARTS)
+    weight_rms = rms_of(squares + num_squares, num_squares, num_elems, BLOCK_PARTS)
+    size = lr * at_least(weight_rms, least_rms)
+    step = tl.div_rn(size, at_least(tl.div_rn(update_rms, clip_threshold), 1.0))
+    decay = tl.fma(-size, weight_decay, 1.0)
+    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
+        row, column, elem, mask = tile_of(tile, num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+        u = update_direction(
+            grad,
+            row_moment,
+            mean,
+            col_factor,
+            row,
+            column,
+            elem,
+            mask,
+            num_rows,
+            num_cols,
+            scale,
+            clip_value,
+        )
+        updated = tl.fma(u, -step, load_weight(weight, low, elem, mask) * decay)
+        store_weight(weight, low, elem, updated, key, first_elem + elem, mask)

@@ -132,8 +132,10 @@ def twice_plan(element_bytes: int) -> Plan:
 SGD_BLOCK, SGD_WARPS = 2048, 8
 # Few warps for a row of an embedding: most rows are of one token or two.
 EMBEDDING_BLOCK, EMBEDDING_WARPS, EMBEDDING_UNROLL = 1024, 4, 4
-# Two vectors a thread; the sums of a tile's columns are 1/16 of its bytes, those of rows 1/32.
-MATRIX_ROWS, MATRIX_COLS, MATRIX_WARPS = 32, 128, 8
+# One vector a thread: 40 to 50 registers (sm_80). About as many programs as 132 SMs have at once;
+# more would leave more parts, which each program of the next kernel reads.
+MATRIX_ROWS, MATRIX_COLS, MATRIX_WARPS, MATRIX_PROGRAMS = 16, 128, 8, 1024
+MOMENTS_PARTS, MOMENTS_BLOCK, PARTS_BLOCK = 32, 64, 1024
 
 
 # ---- products
@@ -143,6 +145,7 @@ MATRIX_ROWS, MATRIX_COLS, MATRIX_WARPS = 32, 128, 8
 # computed at once.
 PRODUCT_BYTES, SMALL_PRODUCT_BYTES = 32 << 20, 8 << 20
 PRODUCT_TILE = 128  # rows of a tile of the product
+WHOLE_BYTES = 256 << 20  # of a gradient in the weight's dtype, for stochastic rounding
 
 
 def rows_per_product(num_rows: int, num_cols: int) -> int:

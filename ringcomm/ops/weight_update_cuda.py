@@ -1,25 +1,29 @@
 """Updates of weights in place: fakes, and the operators on CUDA as kernels of ringcomm.kernels.
 
-They match kernels/updates/torch_weight_update.cc, which is for the CPU. They do not wait for the
-device. After its tensors an operator takes `numbers`: lr, weight_decay, scale and rounding_seed.
+They match kernels/updates/torch_weight_update.cc, which is for the CPU and whose checks they call.
+They do not wait for the device. After its tensors an operator takes `numbers`: lr, weight_decay,
+scale and rounding_seed.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringcomm.ops import arguments
+from ringcomm import _kernels
 from ringcomm.ops import triton_kernels as plans
-from ringcomm.ops.arguments import check_weight, check_writable, gradient_of, step_of, want
 from ringcomm.ops.triton_kernels import add_product, kernels, launch, mark_written, on_cuda
+
+# The weight's factor, -lr, the gradient's factor and limit, the key of random bits or None.
+_Step = tuple[float, float, float, float, int | None]
 
 
 def _check_devices(*tensors: Any) -> None:
     devices = {str(tensor.device) for tensor in tensors if isinstance(tensor, Tensor)}
-    want(
-        len(devices) <= 1, "a weight update", "tensors on one device", " and ".join(sorted(devices))
-    )
+    if len(devices) > 1:
+        found = " and ".join(sorted(devices))
+        raise ValueError(f"ringcomm: a weight update needs tensors on one device, got {found}")
 
 
 def _fake_update(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> None:
@@ -32,14 +36,20 @@ for _name in ("sgd", "linear_sgd", "embedding_sgd", "adalomo"):
 
 @torch.library.register_fake("ringcomm::square_sums")
 def _(grad: Tensor, *options: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    rows, cols = grad.shape
-    return grad.new_empty([rows], dtype=torch.float32), grad.new_empty([cols], dtype=torch.float32)
+    return _square_sums(grad, *((1, 1) if grad.device.type == "cpu" else _programs(grad)))
+
+
+@torch.library.register_fake("ringcomm::adalomo_moments_")
+def _(row: Tensor | None, col: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    _check_devices(row, col, *args)
+    return _factors(row, col, is_in_parts=col.device.type != "cpu")
 
 
 @torch.library.register_fake("ringcomm::adalomo_squares")
 def _(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> Tensor:
     _check_devices(weight, low, *args)
-    return weight.new_empty([2], dtype=torch.float32)
+    num_parts = 1 if weight.device.type == "cpu" else math.prod(_programs(weight))
+    return weight.new_empty([2, num_parts], dtype=torch.float64)
 
 
 @on_cuda
@@ -53,18 +63,16 @@ def sgd_update_(
 ) -> None:
     """One step by a gradient of the weight's shape."""
     op = "sgd_update_"
-    step = step_of(op, clip_value, *numbers)
-    check_weight(op, weight, low, step, is_matrix=False)
-    want(first_elem >= 0, op, "first_elem to be 0 or more", first_elem)
-    ordered = gradient_of(op, weight, grad)
-    check_writable(op, weight, low, grad)
+    given = (weight, low, False, [grad], first_elem, clip_value)
+    step = _kernels.checked_step(op, *given, *numbers)
+    ordered = _kernels.ordered_grad(grad, weight, op)
     if weight.numel():
         _update_elements(weight, low, ordered, step, first_elem)
     mark_written(weight, low)
 
 
 def _update_elements(
-    weight: Tensor, low: Tensor | None, grad: Tensor, step: arguments.Step, first_elem: int
+    weight: Tensor, low: Tensor | None, grad: Tensor, step: _Step, first_elem: int
 ) -> None:
     """Launches the step for the elements of a weight that start at first_elem."""
     num_elems, lead = weight.numel(), plans.lead_of(weight)
@@ -95,30 +103,34 @@ def linear_sgd_update_(
     """One step by grad_out^T x.
 
     cuBLAS adds a product to a matrix in 1.02 to 1.03 times a product's own time (H200). This path
-    needs one dtype, rounding to nearest and no limit. Other cases need a quarter of the gradient in
-    float32 as workspace, at most 32 MiB.
+    needs one dtype, rounding to nearest and no limit. With stochastic rounding and one dtype the
+    gradient is materialized in it, up to 256 MiB. Other cases need a quarter of the gradient in
+    float32 as workspace, at most 32 MiB: 1.13 to 1.27 times the product.
     """
-    op = "linear_sgd_update_"
-    step = step_of(op, clip_value, *numbers)
-    check_weight(op, weight, low, step)
-    tokens, grads = arguments.tokens_of(op, weight, x, grad_out)
-    check_writable(op, weight, low, tokens, grads)
-    is_plain = low is None and clip_value is None and step.key is None
+    given = (weight, low, True, [x, grad_out], 0, clip_value)
+    step = _kernels.checked_step("linear_sgd_update_", *given, *numbers)
+    tokens, grads = _kernels.tokens_of(weight, x, grad_out)
+    decay, minus_lr, scale, _, key = step
+    is_plain = low is None and clip_value is None and key is None
     if is_plain and tokens.dtype == weight.dtype:
-        alpha = step.minus_lr * step.scale
-        torch.addmm(weight, grads.t(), tokens, beta=step.decay, alpha=alpha, out=weight)
+        torch.addmm(weight, grads.t(), tokens, beta=decay, alpha=minus_lr * scale, out=weight)
     elif weight.numel():
         _update_by_product(weight, low, tokens, grads, step)
     mark_written(weight, low)
 
 
 def _update_by_product(
-    weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: arguments.Step
+    weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: _Step
 ) -> None:
     """Computes groups of rows of the gradient in fp32 with cuBLAS, then updates those rows.
 
-    The rounding of an element depends on its index in the weight, not on the size of a group.
+    For stochastic rounding all of it, as autograd does. The rounding of an element depends on its
+    index in the weight, not on the size of a group.
     """
+    is_random = step[-1] is not None
+    if is_random and tokens.dtype == weight.dtype and weight.nbytes <= plans.WHOLE_BYTES:
+        _update_elements(weight, None, grads.t() @ tokens, step, 0)
+        return
     num_rows, num_cols = weight.shape
     num_made = min(num_rows, plans.rows_per_product(num_rows, num_cols))
     made = weight.new_empty([num_made, num_cols], dtype=torch.float32)
@@ -149,15 +161,10 @@ def embedding_sgd_update_(
 
     Indices out of range are ignored: the preceding lookup has asserted that there are none.
     """
-    op = "embedding_sgd_update_"
-    step = step_of(op, clip_value, lr, weight_decay, *numbers)
-    check_weight(op, weight, low, step)
+    given = (weight, low, True, [indices, grad_out], 0, clip_value, lr, weight_decay)
+    step = _kernels.checked_step("embedding_sgd_update_", *given, *numbers)
+    _kernels.check_embedding(weight, indices, grad_out, padding_idx)
     num_rows, width = weight.shape
-    is_row = -1 <= padding_idx < max(1, num_rows)
-    want(is_row, op, f"padding_idx to be one of {num_rows} rows, or -1 for none", padding_idx)
-    arguments.check_tensor(op, "indices", indices, weight, (torch.int64, torch.int32))
-    arguments.check_tensor(op, "grad_out", grad_out, weight, shape=(*indices.shape, width))
-    check_writable(op, weight, low, indices, grad_out)
     ids, order = torch.sort(indices.reshape(-1), stable=True)
     touched = ids
     if weight_decay != 0:
@@ -181,91 +188,135 @@ def embedding_sgd_update_(
     mark_written(weight, low)
 
 
-_BLOCK = {"BLOCK_ROWS": plans.MATRIX_ROWS, "BLOCK_COLS": plans.MATRIX_COLS}
-_TILE = {**_BLOCK, "num_warps": plans.MATRIX_WARPS}
+_TILE = {
+    "BLOCK_ROWS": plans.MATRIX_ROWS,
+    "BLOCK_COLS": plans.MATRIX_COLS,
+    "num_warps": plans.MATRIX_WARPS,
+}
+_PARTS = {"BLOCK_PARTS": plans.PARTS_BLOCK}
+_MOMENTS = {
+    "PARTS": plans.MOMENTS_PARTS,
+    "BLOCK": plans.MOMENTS_BLOCK,
+    "num_warps": plans.MATRIX_WARPS,
+}
 
 
-def _tiles(matrix: Tensor) -> tuple[int, int]:
-    """The number of tiles along the columns, and along the rows."""
-    return -(-matrix.shape[0] // plans.MATRIX_ROWS), -(-matrix.shape[1] // plans.MATRIX_COLS)
+def _programs(matrix: Tensor) -> tuple[int, int]:
+    """The number of panels of columns, and of bands of rows; a program for each of both."""
+    num_panels = -(-matrix.shape[1] // plans.MATRIX_COLS)
+    num_bands = max(1, plans.MATRIX_PROGRAMS // max(1, num_panels))
+    return num_panels, min(num_bands, -(-matrix.shape[0] // plans.MATRIX_ROWS))
+
+
+def _square_sums(grad: Tensor, num_panels: int, num_bands: int) -> tuple[Tensor, Tensor]:
+    rows = grad.new_empty([num_panels, grad.shape[0]], dtype=torch.float32)
+    return rows, grad.new_empty([num_bands, grad.shape[1]], dtype=torch.float32)
 
 
 @on_cuda
 def square_sums(
     grad: Tensor, scale: float, *, clip_value: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sums of the squares of rows and of columns, float32."""
-    op = "square_sums"
-    arguments.check_tensor(op, "grad", grad, grad)
-    want(grad.dim() == 2, op, "a matrix", tuple(grad.shape))
-    step = step_of(op, clip_value, 0.0, 0.0, scale)
+    """The sums of the squares of rows and of columns, in parts: float32 [parts, rows or cols]."""
     grad = grad.contiguous()
-    tiles_down, tiles_across = _tiles(grad)
-    row_sums = grad.new_empty([tiles_across, grad.shape[0]], dtype=torch.float64)
-    col_sums = grad.new_empty([tiles_down, grad.shape[1]], dtype=torch.float64)
+    numbers = (0, clip_value, 0.0, 0.0, scale)
+    step = _kernels.checked_step("square_sums", grad, None, True, [], *numbers)
+    programs = _programs(grad)
+    sums = _square_sums(grad, *programs)
     if grad.numel():
-        kernel = kernels().weight_update.square_sums_kernel
-        given = (grad, row_sums, col_sums, *grad.shape, step.scale, step.limit)
-        launch(kernel, (tiles_down * tiles_across,), *given, **_TILE)
-    return row_sums.sum(0).float(), col_sums.sum(0).float()
+        given = (grad, *sums, *grad.shape, *step[2:4])
+        launch(kernels().weight_update.square_sums_kernel, programs, *given, **_TILE)
+    return sums
 
 
-def _factored(op: str, weight: Tensor, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-    """The gradient and the factors of its rows and columns, checked."""
-    for name, factor, size in zip(("row_factor", "col_factor"), factors, weight.shape, strict=True):
-        arguments.check_tensor(op, name, factor, weight, (torch.float32,), (size,))
-    return gradient_of(op, weight, grad), *(factor.contiguous() for factor in factors)
+def _factors(row: Tensor | None, col: Tensor, *, is_in_parts: bool) -> tuple[Tensor, Tensor]:
+    num_parts = 0 if row is None else -(-len(row) // plans.MOMENTS_BLOCK) if is_in_parts else 1
+    return torch.empty_like(col), col.new_empty([num_parts], dtype=torch.float64)
+
+
+@on_cuda
+def adalomo_moments_(
+    row: Tensor | None,
+    col: Tensor,
+    row_sums: Tensor,
+    col_sums: Tensor,
+    share: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Moves the moments, which AdaLomo has checked, by `share` to the means of squares.
+
+    Returns the columns' factors and the mean of `row`, the latter in float64 parts.
+    """
+    num_rows, num_cols = 1 if row is None else len(row), len(col)
+    col_factor, row_mean = _factors(row, col, is_in_parts=True)
+    num_blocks = len(row_mean) + -(-num_cols // plans.MOMENTS_BLOCK)
+    if num_blocks:
+        sums = (row_sums, col_sums, len(row_sums), len(col_sums))
+        given = (col, row, *sums, col_factor, row_mean, num_rows, num_cols, share, eps)
+        kernel = kernels().weight_update.moments_kernel
+        launch(kernel, (num_blocks,), *given, **_MOMENTS)
+    mark_written(row, col)
+    return col_factor, row_mean
 
 
 @on_cuda
 def adalomo_squares(
     weight: Tensor,
     grad: Tensor,
-    row_factor: Tensor,
+    row: Tensor | None,
     col_factor: Tensor,
+    row_mean: Tensor,
     scale: float,
     *,
     low: Tensor | None = None,
     clip_value: float | None = None,
 ) -> Tensor:
-    """The sums of the squares of the update's direction and of the weight: float32 of shape [2]."""
+    """The sums of the squares of the update's direction and of the weight: float64 [2, parts]."""
     op = "adalomo_squares"
-    step = step_of(op, clip_value, 0.0, 0.0, scale)
-    check_weight(op, weight, low, step)
-    factored = _factored(op, weight, grad, row_factor, col_factor)
-    tiles_down, tiles_across = _tiles(weight)
-    sums = grad.new_empty([2, tiles_down * tiles_across], dtype=torch.float64)
+    step = _kernels.checked_step(op, weight, low, True, [], 0, clip_value, 0.0, 0.0, scale)
+    grad = _kernels.ordered_grad(grad, weight, op)
+    _kernels.check_factors(weight, row, col_factor, row_mean, None, op)
+    programs = _programs(weight)
+    squares = grad.new_empty([2, math.prod(programs)], dtype=torch.float64)
     if weight.numel():
+        factored = (grad, row, col_factor, row_mean, len(row_mean))
+        given = (weight, low, *factored, squares, *weight.shape, *step[2:4])
         kernel = kernels().weight_update.update_squares_kernel
-        given = (weight, low, *factored, sums, *weight.shape, step.scale, step.limit)
-        launch(kernel, sums.shape[1:], *given, **_TILE)
-    return sums.sum(1).float()
+        launch(kernel, programs, *given, **_TILE, **_PARTS)
+    return squares
 
 
 @on_cuda
 def adalomo_update_(
     weight: Tensor,
     grad: Tensor,
-    row_factor: Tensor,
+    row: Tensor | None,
     col_factor: Tensor,
-    step_and_decay: Tensor,
+    row_mean: Tensor,
+    squares: Tensor,
+    num_elems: int,
+    lr: float,
+    weight_decay: float,
+    least_rms: float,
+    clip_threshold: float,
     *scale_and_seed: Any,
     low: Tensor | None = None,
     clip_value: float | None = None,
     first_elem: int = 0,
 ) -> None:
-    """One step by the gradient times its factors; step and decay are read on the device."""
+    """One step; num_elems, of the full weight, and the squares decide its size on the device."""
     op = "adalomo_update_"
-    step = step_of(op, clip_value, 0.0, 0.0, *scale_and_seed)
-    check_weight(op, weight, low, step)
-    want(first_elem >= 0, op, "first_elem to be 0 or more", first_elem)
-    factored = _factored(op, weight, grad, row_factor, col_factor)
-    arguments.check_tensor(op, "step_and_decay", step_and_decay, weight, (torch.float32,), (2,))
-    check_writable(op, weight, low, *factored, step_and_decay)
-    tiles_down, tiles_across = _tiles(weight)
+    read = [grad, col_factor, row_mean, squares]
+    checked = (weight, low, True, read, first_elem, clip_value, lr, weight_decay)
+    step = _kernels.checked_step(op, *checked, *scale_and_seed)
+    ordered = _kernels.ordered_grad(grad, weight, op)
+    _kernels.check_factors(weight, row, col_factor, row_mean, squares, op)
     if weight.numel():
+        _, _, scale, limit, key = step
+        factored = (ordered, row, col_factor, row_mean, len(row_mean), squares, squares.shape[1])
+        sizes = (*weight.shape, num_elems, scale, limit)
+        numbers = (lr, weight_decay, least_rms, clip_threshold, key, first_elem)
         kernel = kernels().weight_update.adalomo_kernel
-        options = (step.scale, step.limit, step.key, first_elem)
-        given = (weight, low, *factored, step_and_decay.contiguous(), *weight.shape, *options)
-        launch(kernel, (tiles_down * tiles_across,), *given, **_TILE)
+        given = (weight, low, *factored, *sizes, *numbers)
+        launch(kernel, _programs(weight), *given, **_TILE, **_PARTS)
     mark_written(weight, low)

@@ -67,7 +67,8 @@ class Lomo(InBackwardOptimizer):
             overlap (None): continue the backward pass while a gradient is reduced; two gradients
                 are then in memory. None: enabled unless the ranks are on CPUs.
             stochastic_rounding (False): round bfloat16 weights up or down at random, without bias,
-                so that small updates are not lost. It needs no memory.
+                so that small updates are not lost. It needs no memory, but on CUDA a linear layer's
+                gradient of up to 256 MiB is materialized in bfloat16.
             master (None): "split" stores the lower 16 bits of fp32 master weights separately:
                 exact, with 2 more bytes per bfloat16 weight.
             seed (0): the 32-bit seed of stochastic rounding.
@@ -205,60 +206,44 @@ class AdaLomo(InBackwardOptimizer):
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """See InBackwardOptimizer."""
         group, cut, local = self._group_of(slot), slot.cut, slot.local
-        lr, seed = self._lr_of(slot), self._rounding_seed(slot)
-        low = self._state_of(slot).get("low")
+        state, ops = self._state_of(slot), _ops_for(local)
+        low = state.get("low")
         # Row by row, whatever the order in memory.
         weight, grad = local.contiguous(), gradient.dense(_wide(local)).contiguous()
         low_rows = None if low is None else low.contiguous()
         boxes, firsts = _matrices_of(slot)
+        limit = {"clip_value": self.options.clip_grad_value}
         grads = pieces_of(grad, boxes)
-        rows, columns = self._factors(slot, boxes, grads, factor)
+        sums = [ops.square_sums(part, factor, **limit) for part in grads]
+        is_matrix, is_whole = len(cut.shape) == 2, len(boxes) == 1 and not cut.groups
+        rows, columns = sums[0] if is_whole or not is_matrix else _full_sums(cut, weight, sums)
+        row = state["exp_avg_sq_row"] if is_matrix else None
+        column = state["exp_avg_sq_col" if is_matrix else "exp_avg_sq"]
+        share = (group["step"] + 1) ** group["decay_rate"]
+        factors, mean = ops.adalomo_moments_(row, column, rows, columns, share, group["eps"][0])
         lows = [None] * len(boxes) if low_rows is None else pieces_of(low_rows, boxes)
         blocks: list[tuple[Any, dict[str, Any]]] = []
         for box, own, grad_part, low_part in zip(
             boxes, pieces_of(weight, boxes), grads, lows, strict=True
         ):
-            given = own, grad_part, _along(0, box, rows), _along(1, box, columns)
-            blocks.append((given, {"low": low_part, "clip_value": self.options.clip_grad_value}))
-        squares, ops = weight.new_zeros(2, dtype=_wide(weight)), _ops_for(weight)
-        for given, options in blocks:
-            squares += ops.adalomo_squares(*given, factor, **options)
-        mean_squares = _summed(squares, cut) / max(1, cut.shape.numel())
-        update_rms, weight_rms = mean_squares.sqrt().unbind()
-        size = lr * weight_rms.clamp(min=group["eps"][1])
-        shrunk = size / (update_rms / group["clip_threshold"]).clamp(min=1.0)
-        scalars = torch.stack([shrunk, 1 - size * group["weight_decay"]])
+            row_part = None if row is None else _along(0, box, row)
+            given = own, grad_part, row_part, _along(1, box, factors), mean
+            blocks.append((given, {"low": low_part, **limit}))
+        found = [ops.adalomo_squares(*given, factor, **options) for given, options in blocks]
+        if len(found) == 1 and not cut.groups:
+            squares = found[0]
+        else:  # of this rank's boxes, of which there may be none
+            sums_of = [square.sum(1, keepdim=True) for square in found]
+            squares = _summed(sum(sums_of, weight.new_zeros(2, 1, dtype=torch.float64)), cut)
+        scalars: tuple[Any, ...] = (squares, max(1, cut.shape.numel()), self._lr_of(slot))
+        scalars += (group["weight_decay"], group["eps"][1], group["clip_threshold"])
+        scalars += (factor, self._rounding_seed(slot))
         for (given, options), first in zip(blocks, firsts, strict=True):
-            ops.adalomo_update_(*given, scalars, factor, seed, **options, first_elem=first)
-        local.copy_(weight)  # torch does nothing if they are the same
-        if low is not None and low_rows is not None:
+            ops.adalomo_update_(*given, *scalars, **options, first_elem=first)
+        if weight is not local:
+            local.copy_(weight)
+        if low is not None and low_rows is not None and low_rows is not low:
             low.copy_(low_rows)
-
-    def _factors(
-        self, slot: Slot, boxes: Sequence[Box], grads: Sequence[Tensor], factor: float
-    ) -> tuple[Tensor, Tensor]:
-        """Updates the moments; returns the factors of the rows and columns of G that make U.
-
-        `grads` has the boxes of G.
-        """
-        group, state, local = self._group_of(slot), self._state_of(slot), slot.local
-        eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
-        is_matrix = len(slot.cut.shape) == 2
-        num_rows, num_columns = slot.cut.shape if is_matrix else (1, local.numel())
-        sums = local.new_zeros(num_rows + num_columns, dtype=_wide(local))
-        rows, columns = sums[:num_rows], sums[num_rows:]
-        ops, clip_value = _ops_for(local), self.options.clip_grad_value
-        for box, part in zip(boxes, grads, strict=True):
-            found = ops.square_sums(part, factor, clip_value=clip_value)
-            for dim, sums_of_dim in enumerate((rows, columns)):
-                _along(dim, box, sums_of_dim).add_(found[dim])
-        if not is_matrix:
-            moment = state["exp_avg_sq"].lerp_(columns + eps, weight)
-            return moment.new_ones(1), moment.rsqrt()
-        _summed(sums, slot.cut)
-        row = state["exp_avg_sq_row"].lerp_(rows / num_columns + eps, weight)
-        column = state["exp_avg_sq_col"].lerp_(columns / num_rows + eps, weight)
-        return (row / row.mean()).rsqrt(), column.rsqrt()
 
 
 def _ops_for(weight: Tensor) -> Any:
@@ -280,28 +265,36 @@ class _Float64:
         grad: Tensor, factor: float, *, clip_value: float | None
     ) -> tuple[Tensor, Tensor]:
         squares = _clamped(grad, factor, clip_value).square()
-        return squares.sum(1), squares.sum(0)
+        return squares.sum(1)[None], squares.sum(0)[None]
 
     @staticmethod
-    def adalomo_squares(
-        weight: Tensor, grad: Tensor, rows: Tensor, columns: Tensor, factor: float, **options: Any
-    ) -> Tensor:
-        update = _clamped(grad, factor, options["clip_value"]) * rows[:, None] * columns
-        return torch.stack([update.square().sum(), weight.square().sum()])
+    def adalomo_moments_(
+        row: Tensor | None, col: Tensor, rows: Tensor, columns: Tensor, share: float, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        col.lerp_(columns[0] / (1 if row is None else len(row)) + eps, share)
+        if row is None:
+            return col.rsqrt(), col
+        return col.rsqrt(), row.lerp_(rows[0] / len(col) + eps, share).mean()
 
     @staticmethod
-    def adalomo_update_(
-        weight: Tensor,
-        grad: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        size_and_decay: Tensor,
-        factor: float,
-        _: int,
-        **options: Any,
-    ) -> None:
-        update = _clamped(grad, factor, options["clip_value"]) * rows[:, None] * columns
-        weight.mul_(size_and_decay[1]).sub_(update * size_and_decay[0])
+    def adalomo_squares(weight: Tensor, *given: Any, **options: Any) -> Tensor:
+        squares = _direction(given, **options).square(), weight.square()
+        return torch.stack([square.sum() for square in squares])[:, None]
+
+    @staticmethod
+    def adalomo_update_(weight: Tensor, *given: Any, **options: Any) -> None:
+        *factored, squares, num_elems, lr, decay, least_rms, threshold, factor, _ = given
+        update_rms, weight_rms = (squares.sum(1) / num_elems).sqrt().unbind()
+        size = lr * weight_rms.clamp(min=least_rms)
+        update = _direction((*factored, factor), **options)
+        update *= size / (update_rms / threshold).clamp(min=1.0)
+        weight.mul_(1 - size * decay).sub_(update)
+
+
+def _direction(given: Sequence[Any], **options: Any) -> Tensor:
+    grad, row, col_factor, row_mean, factor = given
+    update = _clamped(grad, factor, options["clip_value"]) * col_factor
+    return update if row is None else update * (row / row_mean).rsqrt()[:, None]
 
 
 def _clamped(grad: Tensor, factor: float, clip_value: float | None) -> Tensor:
@@ -327,6 +320,19 @@ def _matrices_of(slot: Slot) -> tuple[tuple[Box, ...], list[int]]:
 def _along(dim: int, box: Box, values: Tensor) -> Tensor:
     """The values of a box's rows (dimension 0) or columns (1)."""
     return values.narrow(0, box.offsets[dim], box.sizes[dim])
+
+
+def _full_sums(
+    cut: Cut, weight: Tensor, found: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, ...]:
+    """Sums over the rows and columns of this rank's boxes as those of the full matrix."""
+    sums = weight.new_zeros(1, sum(cut.shape), dtype=_wide(weight))
+    full = sums.split([*cut.shape], 1)
+    for box, parts in zip(cut.boxes, found, strict=True):
+        for dim in (0, 1):
+            _along(dim, box, full[dim][0]).add_(parts[dim].sum(0))
+    _summed(sums, cut)
+    return full
 
 
 def _summed(sums: Tensor, cut: Cut) -> Tensor:

@@ -21,11 +21,11 @@ from torch.nn.functional import linear
 from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
-from ringcomm.ops.arguments import DTYPES
 from ringcomm.ops.collectives import summed
 from ringcomm.ops.losses.cross_entropy import cross_entropy, loss_of_all_classes
 from ringcomm.ops.losses.linear_blocks import LayerGradients, class_blocks, scaled, token_blocks
 from ringcomm.ops.losses.options import (
+    DTYPES,
     LossArguments,
     LossOptions,
     VocabShard,

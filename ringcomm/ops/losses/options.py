@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
-from ringcomm.ops.arguments import DTYPES
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # ---- the classes of a rank
 

@@ -20,6 +20,7 @@ _ops: Any = torch.ops.ringcomm
 SHAPE = (4, 6)
 LOW = torch.arange(24, dtype=torch.int16).view(SHAPE)
 INDICES = torch.tensor([0, 3, 3])
+MEAN = torch.ones(1, dtype=torch.float64)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
@@ -91,7 +92,8 @@ def test_linear_against_float64(dtype: torch.dtype) -> None:
 
 
 def test_threads_change_no_bit() -> None:
-    grad, factors = random((300, 700), seed=1), (random((300,)).exp(), random((700,)).exp())
+    grad, row, col = random((300, 700), seed=1), random((300,)).exp(), random((700,)).exp()
+    factored = (grad, row, col, row.mean(0, keepdim=True, dtype=torch.float64))
     x, grad_out = random((90, 700), seed=2), random((90, 300), seed=3)
     indices, rows = torch.arange(2000) % 280, random((2000, 700), BF16, seed=4)
     results: list[list[Tensor]] = []
@@ -104,8 +106,9 @@ def test_threads_change_no_bit() -> None:
             _ops.embedding_sgd_update_(new[2], indices, rows, 0.1, 0.1, 1.0)
             _ops.linear_sgd_update_(new[3], x, grad_out, *given)
             sums = _ops.square_sums(grad, 0.3)
-            squares = _ops.adalomo_squares(new[4], grad, *factors, 0.3)
-            _ops.adalomo_update_(new[4], grad, *factors, torch.tensor([0.1, 0.9]), 0.3, 5)
+            squares = _ops.adalomo_squares(new[4], *factored, 0.3)
+            numbers = (new[4].numel(), 0.1, 0.1, 1e-3, 1.0, 0.3, 5)
+            _ops.adalomo_update_(new[4], *factored, squares, *numbers)
             results.append([*new, *sums, squares])
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
@@ -115,43 +118,46 @@ def test_threads_change_no_bit() -> None:
 def test_sums_of_squares_at_the_edges() -> None:
     for shape in ((0, 0), (0, 4), (3, 0)):
         rows, cols = _ops.square_sums(torch.empty(shape), 1.0)
-        assert (rows.tolist(), cols.tolist()) == ([0.0] * shape[0], [0.0] * shape[1])
+        assert (rows.tolist(), cols.tolist()) == ([[0.0] * shape[0]], [[0.0] * shape[1]])
     # One row; one column; tiles of 4096 columns and a rest; many rows.
     for shape in ((1, 9000), (9000, 1), (40, 4097), (3000, 70)):
         grad = random(shape) * 1e-3
         grad[0, 0] = 1.0  # hides no small ones
         rows, cols = _ops.square_sums(grad, 0.7)
         squares = (grad * torch.tensor(0.7)).double() ** 2
-        for found, wanted in ((rows, squares.sum(1)), (cols, squares.sum(0))):
+        for found, wanted in ((rows[0], squares.sum(1)), (cols[0], squares.sum(0))):
             torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
     # What fills up the last vector is no element: 0 times infinity is not in the sum.
-    ones, factor = torch.ones(1, 3), torch.tensor([math.inf])
-    assert _ops.adalomo_squares(ones, ones, factor, torch.ones(3), 1.0).tolist() == [math.inf, 3.0]
+    ones, none = torch.ones(1, 3), torch.zeros(1)
+    squares = _ops.adalomo_squares(ones, ones, none, torch.ones(3), MEAN, 1.0)
+    assert squares.tolist() == [[math.inf], [3.0]]
 
 
 def calls() -> dict[str, tuple[Any, ...]]:
     """Right arguments of each operator, new ones every time."""
     grad, x, grad_out = random(SHAPE, seed=1), random((3, 6), seed=2), random((3, 4), seed=3)
-    factors = (torch.ones(4), torch.ones(6))
+    factored = (grad, torch.ones(4), torch.ones(6), MEAN.clone())
+    sums, squares = (torch.ones(1, 4), torch.ones(1, 6)), torch.ones(2, 1, dtype=torch.float64)
     return {
         "sgd_update_": (random(SHAPE), grad, 0.1, 0.1, 1.0),
         "linear_sgd_update_": (random(SHAPE), x, grad_out, 0.1, 0.1, 1.0),
         "embedding_sgd_update_": (random(SHAPE), INDICES, x, 0.1, 0.1, 1.0),
         "square_sums": (grad, 1.0),
-        "adalomo_squares": (random(SHAPE), grad, *factors, 1.0),
-        "adalomo_update_": (random(SHAPE), grad, *factors, torch.tensor([0.1, 0.9]), 1.0),
+        "adalomo_moments_": (torch.ones(4), torch.ones(6), *sums, 0.5, 1e-30),
+        "adalomo_squares": (random(SHAPE), *factored, 1.0),
+        "adalomo_update_": (random(SHAPE), *factored, squares, 24, 0.1, 0.1, 1e-3, 1.0, 1.0),
     }
 
 
 NAMES = list(calls())
-IN_PLACE = [name for name in NAMES if name.endswith("_")]
+IN_PLACE = [name for name in NAMES if name.endswith("update_")]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_compile_and_autocast(name: str) -> None:
     operator = getattr(_ops, name)
     torch.library.opcheck(operator.default, calls()[name])
-    if name != "square_sums":
+    if name not in ("square_sums", "adalomo_moments_"):
         weight, *rest = calls()[name]
         options = {"low": LOW.clone(), "clip_value": 0.5}
         torch.library.opcheck(operator.default, (weight.to(BF16), *rest), options)
@@ -211,7 +217,7 @@ _FOR_ALL: list[tuple[type[Exception], str, _Change]] = [
     (ValueError, "Half|float16", {0: random(SHAPE, FP16), "rounding_seed": 3}),
     (ValueError, "-2", {"rounding_seed": -2}),
     (ValueError, "both", {0: _HALF, "low": LOW, "rounding_seed": 3}),
-    (TypeError, "int", {0: _HALF, "low": LOW.int()}),
+    (TypeError, "Short", {0: _HALF, "low": LOW.int()}),
     (ValueError, r"\[4, 5\]", {0: _HALF, "low": LOW[:, :5]}),
     (ValueError, "strides", {0: _HALF, "low": LOW.t().contiguous().t()}),
     (ValueError, "clip_value", {"clip_value": 0.0}),
@@ -254,20 +260,22 @@ WRONG: dict[str, list[tuple[type[Exception], str, _Change]]] = {
         (ValueError, "share", {0: _BUFFER[:24].view(SHAPE), 2: _BUFFER[20:38].view(3, 6)}),
     ],
     _ADALOMO: [
-        (ValueError, "row_factor", {2: torch.ones(6)}),
+        (ValueError, "row", {2: torch.ones(6)}),
         (ValueError, "col_factor", {3: torch.ones(1, 6)}),
-        (TypeError, "row_factor", {2: torch.ones(4).double()}),
-        (ValueError, "step_and_decay", {4: torch.ones(3)}),
-        (TypeError, "step_and_decay", {4: torch.ones(2).to(BF16)}),
+        (TypeError, "row", {2: torch.ones(4).double()}),
+        (TypeError, "row_mean", {4: torch.ones(1)}),
+        (ValueError, "squares", {5: torch.ones(3, 1).double()}),
+        (TypeError, "squares", {5: torch.ones(2, 1)}),
         (ValueError, "share", {0: _BUFFER[:24].view(SHAPE), 3: _BUFFER[20:26]}),
         (ValueError, "first_elem", {"first_elem": -1}),
     ],
+    "adalomo_moments_": [],
     "square_sums": [
         (ValueError, "matrix", {0: random((24,))}),
         (TypeError, "Double", {0: random(SHAPE).double()}),
     ],
     "adalomo_squares": [
-        (ValueError, "row_factor", {2: torch.ones(5)}),
+        (ValueError, "row", {2: torch.ones(5)}),
         (ValueError, "meta", {1: torch.ones(SHAPE, device="meta")}),
     ],
 }  # fmt: skip

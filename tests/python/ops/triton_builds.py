@@ -102,10 +102,11 @@ def launch_updates(
     ids = torch.zeros(4, dtype=torch.int64)
     for weight_decay in (0.0, 0.1):
         updates.embedding_sgd_update_(weight, ids, grad, 0.1, weight_decay, 1.0, seed, low=low)
-    rows, cols = torch.ones(4), torch.ones(width)
-    updates.square_sums(grad, 1.0)
-    updates.adalomo_squares(weight, grad, rows, cols, 1.0, low=low)
-    updates.adalomo_update_(weight, grad, rows, cols, torch.ones(2), 1.0, seed, low=low)
+    row, cols, squares = torch.ones(4), torch.ones(width), torch.ones(2, 3, dtype=torch.float64)
+    sums = updates.square_sums(grad, 1.0)
+    factored = (weight, grad, row, *updates.adalomo_moments_(row, cols, *sums, 0.5, 1e-30))
+    updates.adalomo_squares(*factored, 1.0, low=low)
+    updates.adalomo_update_(*factored, squares, 9, 0.1, 0.0, 1e-3, 1.0, 1.0, seed, low=low)
 
 
 def launches(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:

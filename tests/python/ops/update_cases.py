@@ -7,6 +7,7 @@ with each as JSON (triton_scripts.py); test_triton.py runs them on a GPU as well
 from __future__ import annotations
 
 import dataclasses
+import math
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ class Case:
     rows_at_a_time: int = 0  # of a product; 0: as the plan says
     padding_idx: int = -1
     index_dtype: torch.dtype = torch.int64
+
+    @property
+    def num_elems(self) -> int:
+        """Of the weight."""
+        return math.prod(self.shape)
 
 
 def named(op: str, shape: tuple[int, ...], **more: Any) -> Iterator[Case]:
@@ -110,6 +116,7 @@ CASES = [
     Case("embedding-no-tokens", "embedding", (9, 16), step=RANDOM),
     *named("adalomo", (70, 300)),
     Case("adalomo-row", "adalomo", (1, 1001), step=FAR, strided=True),
+    Case("adalomo-bands", "adalomo", (300, 260), step=FAR),
     Case("adalomo-empty", "adalomo", (0, 5)),
 ]  # fmt: skip
 
@@ -215,6 +222,7 @@ def run_linear(case: Case, ops: Any, weight: Tensor, given: Any, options: dict[s
     with pytest.MonkeyPatch.context() as patch:
         if case.rows_at_a_time:
             patch.setattr(plans, "rows_per_product", lambda *shape: case.rows_at_a_time)
+            patch.setattr(plans, "WHOLE_BYTES", -1)
         there = (x.to(weight.device), grad_out.to(weight.device))
         ops.linear_sgd_update_(weight, *there, *given, **options)
     return grad
@@ -235,36 +243,66 @@ def run_embedding(
 
 
 def run_adalomo(case: Case, ops: Any, weight: Tensor, low: Tensor | None) -> Wanted:
-    """The sums within 1e-6, the update to the last bit."""
+    """The sums and moments within 1e-6, the update to the last bit."""
     step, (num_rows, num_cols) = case.step, case.shape
     torch.manual_seed(6)
     grad = torch.randn(num_cols, num_rows).t() if case.strided else torch.randn(case.shape)
-    factors = torch.rand(num_rows), torch.rand(num_cols)
+    row, factor = torch.rand(num_rows) + 0.1, torch.rand(num_cols)
+    mean = torch.tensor([0.25, 0.5, 0.1], dtype=torch.float64)
     values = oracle.to_fp32(weight, low).copy()
     grad = grad.to(case.grad_dtype)
     g = step.gradient(grad.float().numpy())
-    u = g * factors[0].numpy()[:, None] * factors[1].numpy()
-    there = [tensor.to(weight.device) for tensor in (grad, *factors)]
+    scales = 1 / np.sqrt(row.numpy() / np.float32(mean.sum().item()))
+    has_rows = num_rows != 1
+    u = (g * scales[:, None] if has_rows else g) * factor.numpy()
+    device = weight.device
+    own = (grad, row if has_rows else None, factor, mean)
+    there = [None if tensor is None else tensor.to(device) for tensor in own]
     options: dict[str, Any] = {"clip_value": step.clip_value}
     sums = ops.square_sums(there[0], step.scale, **options)
     options["low"] = low
     squares = ops.adalomo_squares(weight, *there, step.scale, **options)
     wide = g.astype(np.float64) ** 2
     both = np.array([(v.astype(np.float64) ** 2).sum() for v in (u, values)])
-    for found, wanted in zip((*sums, squares), (wide.sum(1), wide.sum(0), both), strict=True):
-        assert found.dtype == FP32
-        np.testing.assert_allclose(found.cpu().double().numpy(), wanted, rtol=1e-6)
-    size, decay = 0.3, 0.9
-    given = (*there, torch.tensor([size, decay], device=weight.device), step.scale)
+    wanted = [(sums[0].sum(0), wide.sum(1)), (sums[1].sum(0), wide.sum(0)), (squares.sum(1), both)]
+    wanted += run_moments(case, ops, sums, has_rows=has_rows)
+    for found, exact in wanted:
+        np.testing.assert_allclose(found.cpu().double().numpy(), exact, rtol=1e-6)
+    # Decided in fp32: RMS of 2 and 0.5, or the least and no clipping.
+    is_small = step.clip_value is None
+    parts = torch.tensor([[3.0, 5.0, 0.0], [0.25, 0.125, 0.125]], dtype=torch.float64) / 4
+    numbers = (0.3, 0.2, 0.75 if is_small else 0.1, 4.0 if is_small else 0.75)
+    given = (*there, (parts * 2 * case.num_elems).to(device), case.num_elems, *numbers, step.scale)
     options["first_elem"] = step.first_elem
     ops.adalomo_update_(weight, *given, step.rounding_seed, **options)
-    sizes = np.full(u.size, -size, np.float32)
-    new = oracle.exact_fma(u.reshape(-1), sizes, values * np.float32(decay))
+    lr, weight_decay, least, threshold = (np.float32(number) for number in numbers)
+    size = np.array([lr * max(np.float32(0.5), least)], np.float32)
+    sizes = size / max(np.float32(2) / threshold, np.float32(1))
+    decay = oracle.exact_fma(-size, np.array([weight_decay]), np.ones(1, np.float32))
+    new = oracle.exact_fma(u.reshape(-1), np.repeat(-sizes, u.size), values * decay)
     seed, first = step.rounding_seed, step.first_elem
     high, rest = oracle.rounded(
         new, case.dtype, seed=seed, is_split=case.is_split, first_elem=first
     )
     return high.view(case.shape), None if rest is None else rest.view(case.shape)
+
+
+def run_moments(
+    case: Case, ops: Any, sums: tuple[Tensor, Tensor], *, has_rows: bool
+) -> list[tuple[Tensor, np.ndarray]]:
+    """What is found of moments, factors and the mean, and what they are in float64."""
+    share = 0.7 if case.step.clip_value is None else 0.3
+    moments = [torch.rand(size) for size in case.shape]
+    wanted = []
+    for moment, part, num_each in zip(moments, sums, reversed(case.shape), strict=True):
+        mean = part.cpu().double().sum(0) / num_each + 1e-3
+        wanted.append((moment.double() * (1 - share) + share * mean).numpy())
+    row, col = (moment.to(sums[0].device) for moment in moments)
+    factor, mean = ops.adalomo_moments_(row if has_rows else None, col, *sums, share, 1e-3)
+    found = [(col, wanted[1]), (factor, wanted[1] ** -0.5)]
+    if has_rows and case.shape[0]:
+        found += [(row, wanted[0]), (mean.sum(), wanted[0].mean())]
+    return found
 
 
 # ---- beside the table

@@ -11,6 +11,7 @@ import torch
 from lomo_models import LR, MODELS, batches, changed, distance, make, train, train_sgd, weights
 from steps import apply_steps, train_step
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringcomm.optim import AdaLomo, Lomo
 
@@ -47,6 +48,33 @@ def test_steps_are_those_of_sgd(device: str, name: str, options: dict[str, Any])
     assert distance(model, exact) <= 3 * distance(sgd, exact) + 2**-22
     assert distance(model, make(name).to(device)) > 1e-3  # it did train
     assert got == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6,)])
+def test_adalomo_takes_four_operators_for_a_weight(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is one launch on CUDA."""
+    update, names = AdaLomo.update, list[str]()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    def recorded(*args: Any) -> None:
+        with Names():
+            update(*args)
+
+    monkeypatch.setattr(AdaLomo, "update", recorded)
+    weight = nn.Parameter(torch.ones(shape))
+    opt = AdaLomo([weight], LR, group="none")
+    opt.backward(weight.square().sum())
+    views = {"aten::detach", "aten::view", "aten::slice.Tensor", "aten::promote_types"}
+    ours = ("square_sums", "adalomo_moments_", "adalomo_squares", "adalomo_update_")
+    assert [name for name in names if name not in views] == [f"ringcomm::{op}" for op in ours]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
