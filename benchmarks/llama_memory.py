@@ -2,7 +2,9 @@
 """Steps and peak memory of a Llama of transformers, random weights, on one device, by optimizer.
 
     python benchmarks/llama_memory.py --device cuda
-    python benchmarks/llama_memory.py --device cuda --grow --size 65b
+    python benchmarks/llama_memory.py --device cuda --grow
+    python benchmarks/llama_memory.py --device cuda --predict --ways Lomo --size 65b --layers 80 \
+        --rows 1 --tokens 2048
 
 bfloat16, activations recomputed, 8 rows of 1024 tokens, 1.1 billion weights. The ways: forward
 only, torch's SGD and fused AdamW, ringcomm's Lomo and AdaLomo, exact clipping by either of its two
@@ -11,7 +13,8 @@ in place of the model's own loss, whose logits and their copies in fp32 are the 
 process of its own, so that running out of memory does not end the run. Beside the peak is one
 gradient: the bytes of the largest weight, which an update in the backward pass may need beyond the
 forward pass. --grow: the most layers with which 1 row of 2048 tokens is trained, by Lomo and by
-AdamW.
+AdamW. --predict: each way says first what it will take of torch's allocator, and does not begin
+where the GPU has less.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import harness  # before torch: it sets the number of threads
 import torch
 from groups import run_ranks
 from harness import Options, Report, flag
+from predicted_memory import CUBLAS_BYTES, traced
 from torch import Tensor, nn
 
 from _ringcomm.status import RankError
@@ -39,9 +44,15 @@ NUM_STEPS = 5
 # The initial number of layers of --grow, which doubles it until it does not fit and then bisects.
 FIRST_LAYERS = 16
 MAX_LAYERS = 4096
+NUM_PREDICTED_STEPS = 2  # what the others take is the same
+GIB = 1 << 30
 # A billion weights; layers of LLaMA-65B, which has 80; and a size for tests: width, width of the
-# MLP, heads, heads of keys and values.
-SIZES = {"1.1b": (2048, 5632, 32, 4), "65b": (8192, 22016, 64, 64), "tiny": (64, 128, 4, 4)}
+# MLP, heads, heads of keys and values, words.
+SIZES = {
+    "1.1b": (2048, 5632, 32, 4, 32000),
+    "65b": (8192, 22016, 64, 64, 32000),
+    "tiny": (64, 128, 4, 4, 256),
+}
 
 
 def _lomo_optim(model: nn.Module) -> Any:
@@ -63,15 +74,16 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 LINEAR_LOSS = " linear loss"
 WAYS |= {f"{way}{LINEAR_LOSS}": WAYS[way] for way in ("SGD", "Lomo")}
 GROWN = ("Lomo", "AdamW")
+PREDICTED = ("forward only", "SGD", "Lomo")  # which run on meta tensors
 
 
 def make_model(size: str, num_layers: int, num_tokens: int, device: torch.device) -> Any:
     """A Llama with random weights, made on the device, with activation recomputation."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, width_of_mlp, num_heads, num_key_value_heads = SIZES[size]
+    width, width_of_mlp, num_heads, num_key_value_heads, vocab_size = SIZES[size]
     config = LlamaConfig(
-        vocab_size=256 if size == "tiny" else 32000,
+        vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=width_of_mlp,
         num_attention_heads=num_heads,
@@ -89,7 +101,9 @@ def make_model(size: str, num_layers: int, num_tokens: int, device: torch.device
     return model
 
 
-def train(way: str, options: Options, num_layers: int, device: torch.device) -> dict[str, Any]:
+def train(
+    way: str, options: Options, num_layers: int, device: torch.device, num_steps: int = NUM_STEPS
+) -> dict[str, Any]:
     """Runs some steps; returns the fastest one's seconds, peak memory, and losses."""
     rows, num_tokens = (1, 2 * options.tokens) if options.grow else (options.rows, options.tokens)
     torch.manual_seed(0)
@@ -97,15 +111,15 @@ def train(way: str, options: Options, num_layers: int, device: torch.device) -> 
     ids = torch.randint(model.config.vocab_size, (rows, num_tokens), device=device)
     optimizer = WAYS[way](model)
     losses, times = [], []
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         begin = time.perf_counter()
         with torch.set_grad_enabled(optimizer is not None):
             loss = _loss_of(model, ids, is_linear=way.endswith(LINEAR_LOSS))
         if optimizer is not None:
             _step(optimizer, loss)
         losses.append(loss.item())
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if _is_counted(device):
+            torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - begin)
     weights = list(model.parameters())
     return {
@@ -129,19 +143,74 @@ def _loss_of(model: Any, ids: Tensor, *, is_linear: bool) -> Tensor:
 
 
 def memory_of(weights: list[Tensor], has_grads: bool, device: torch.device) -> dict[str, Any]:
-    """The fields of a record that tell of memory; the peak is None where nobody counts it.
+    """The fields of a record that tell of memory; a peak is None where nobody counts it.
 
     `forward_bytes` is the peak less one gradient, which is to be that of the forward pass alone.
     """
     one_grad = max(weight.nbytes for weight in weights) if has_grads else 0
-    found: dict[str, Any] = dict.fromkeys(("peak_bytes", "forward_bytes", "weights_share"))
-    found["one_grad_bytes"] = one_grad
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        share = sum(weight.nbytes for weight in weights) / total
-        found |= {"peak_bytes": peak, "forward_bytes": peak - one_grad, "weights_share": share}
+    num_bytes = sum(weight.nbytes for weight in weights)
+    names = "peak_bytes", "reserved_bytes", "forward_bytes", "weights_share"
+    found: dict[str, Any] = dict.fromkeys(names)
+    found |= {"one_grad_bytes": one_grad, "weights_bytes": num_bytes}
+    if _is_counted(device):
+        module: Any = torch.get_device_module(device)
+        peak, (_, device_bytes) = module.max_memory_allocated(device), module.mem_get_info(device)
+        found |= {"peak_bytes": peak, "reserved_bytes": module.max_memory_reserved(device)}
+        found |= {"forward_bytes": peak - one_grad, "weights_share": num_bytes / device_bytes}
     return found
+
+
+def _is_counted(device: torch.device) -> bool:
+    """Whether torch's allocator counts the memory of its tensors."""
+    return device.type not in ("cpu", "meta")
+
+
+def predict(
+    way: str,
+    options: Options,
+    num_layers: int,
+    *,
+    as_cuda: bool,
+    num_steps: int = NUM_PREDICTED_STEPS,
+) -> dict[str, Any]:
+    """What train() takes of torch's allocator, as fields of a record; nothing is allocated.
+
+    `predicted_parts` are the weights, the layers' checkpoints, cuBLAS's workspaces, and the
+    working set: what else lives at the peak.
+    """
+    with traced(as_cuda=as_cuda) as trace:
+        device = torch.device("meta")
+        found = train(way, options, num_layers, device, num_steps)
+    peak_bytes = trace.allocator.peak_bytes
+    one_checkpoint = found["tokens"] * SIZES[options.size][0] * torch.bfloat16.itemsize
+    parts = {
+        "weights": found["weights_bytes"],
+        "checkpoints": num_layers * one_checkpoint if way != "forward only" else 0,
+        "cuBLAS": trace.num_workspaces * CUBLAS_BYTES,
+    }
+    parts["working set"] = peak_bytes - sum(parts.values())
+    reserved_bytes = trace.allocator.reserved_bytes
+    fields = {"predicted_bytes": peak_bytes, "predicted_reserved_bytes": reserved_bytes}
+    return {**fields, "predicted_parts": parts}
+
+
+def sentence_of(predicted: dict[str, Any]) -> str:
+    """What is printed of it before the steps."""
+    parts = (f"{part / GIB:.2f} {name}" for name, part in predicted["predicted_parts"].items())
+    peak, reserved = predicted["predicted_bytes"], predicted["predicted_reserved_bytes"]
+    return f"{peak / GIB:.2f} GiB ({', '.join(parts)}), {reserved / GIB:.2f} GiB reserved"
+
+
+def refusal(predicted: dict[str, Any], device: torch.device) -> str | None:
+    """Why training is not begun, in a sentence; None where it is."""
+    if not _is_counted(device):
+        return None
+    free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
+    reserved = predicted["predicted_reserved_bytes"]
+    if reserved <= free_bytes:
+        return None
+    free = f"the {free_bytes / GIB:.2f} GiB that are free"
+    return f"refused, because {reserved / GIB:.2f} GiB do not fit into {free}"
 
 
 def _step(optimizer: Any, loss: torch.Tensor) -> None:
@@ -156,8 +225,10 @@ def _step(optimizer: Any, loss: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
-def attempt(way: str, options: Options, num_layers: int) -> dict[str, Any] | None:
-    """Runs ``train`` in a separate process; returns None if memory ran out.
+def attempt(
+    way: str, options: Options, num_layers: int, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Runs ``train`` in a separate process; returns None if it did not run, and says why.
 
     Raises:
         RankError: it failed otherwise.
@@ -165,23 +236,40 @@ def attempt(way: str, options: Options, num_layers: int) -> dict[str, Any] | Non
     found: list[dict[str, Any]] = []
 
     def main(team: Team) -> None:
-        team.report(train(way, options, num_layers, options.placement.take(0)))
+        device, predicted = options.placement.take(0), {}
+        if options.predict:
+            predicted = predict(way, options, num_layers, as_cuda=device.type == "cuda")
+            team.report(f"predicted {sentence_of(predicted)}")
+            refused = refusal(predicted, device)
+            if refused:
+                team.report(refused)
+                return
+        trained = train(way, options, num_layers, device)
+        for name in ("peak_bytes", "reserved_bytes") if predicted and _is_counted(device) else ():
+            predicted[f"{name}_of_prediction"] = trained[name] / predicted[f"predicted_{name}"]
+        team.report({**trained, **predicted})
+
+    def receive(message: Any) -> None:
+        if isinstance(message, str):
+            say(f"{way}: {message}")
+        else:
+            found.append(message)
 
     try:
-        run_ranks(1, main, found.append)
+        run_ranks(1, main, receive)
     except RankError as error:
-        if "OutOfMemoryError" in str(error):
-            return None
-        raise
-    return found[0]
+        if "OutOfMemoryError" not in str(error):
+            raise
+        say(f"{way}: out of memory with {num_layers} layers")
+    return found[0] if found else None
 
 
-def grow(way: str, options: Options) -> dict[str, Any] | None:
+def grow(way: str, options: Options, say: Callable[[str], None]) -> dict[str, Any] | None:
     """The result with the most layers that fit."""
     best, fits, limit = None, 0, MAX_LAYERS
     num_layers = FIRST_LAYERS
     while fits < num_layers < limit and num_layers - fits >= max(1, fits // 16):
-        found = attempt(way, options, num_layers)
+        found = attempt(way, options, num_layers, say)
         if found is None:
             limit = num_layers
         else:
@@ -198,17 +286,18 @@ def measure(options: Options, report: Report) -> None:
         if name == "lomo_optim" and importlib.util.find_spec("lomo_optim") is None:
             report.console.print("not available: lomo_optim is not installed")
             continue
-        found = grow(name, options) if options.grow else attempt(name, options, options.layers)
-        if found is None:
-            report.console.print(f"{name}: out of memory")
-            continue
-        report.add([{"way": name, "grown": options.grow, **found, "verified": True}])
+        run = grow if options.grow else partial(attempt, num_layers=options.layers)
+        found = run(name, options, say=report.console.print)
+        if found is not None:
+            report.add([{"way": name, "grown": options.grow, **found, "verified": True}])
 
 
 def check(options: Options) -> None:
     """Raises ValueError for what cannot run here."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("transformers is not installed")
+    if options.predict and not {*(options.ways or WAYS)} <= {*PREDICTED}:
+        raise ValueError(f"--predict is for the ways {', '.join(PREDICTED)}; name them in --ways")
 
 
 def or_unknown(name: str, how: Callable[[float], str]) -> Callable[[dict[str, Any]], str]:
@@ -228,6 +317,7 @@ PROGRAM = harness.Program(
         flag("--tokens", int, 1024, "of a row"),
         flag("--ways", words, None, "some of them, separated by commas", known=WAYS),
         ("--grow", {"action": "store_true", "help": "find the largest model that fits instead"}),
+        ("--predict", {"action": "store_true", "help": "say the peak before it is reached"}),
     ],
     check=check,
     facts=lambda options: {"dtype": "bfloat16"},
@@ -236,8 +326,9 @@ PROGRAM = harness.Program(
         ("weights", lambda r: f"{r['num_params']:,}"),
         ("tokens", lambda r: f"{r['tokens']:,}"),
         ("step ms", lambda r: f"{r['step_s'] * 1e3:,.0f}"),
-        ("peak GiB", or_unknown("peak_bytes", lambda peak: f"{peak / 2**30:.2f}")),
-        ("one gradient GiB", lambda r: f"{r['one_grad_bytes'] / 2**30:.2f}"),
+        ("peak GiB", or_unknown("peak_bytes", lambda peak: f"{peak / GIB:.2f}")),
+        ("reserved GiB", or_unknown("reserved_bytes", lambda peak: f"{peak / GIB:.2f}")),
+        ("one gradient GiB", lambda r: f"{r['one_grad_bytes'] / GIB:.2f}"),
         ("weights of the GPU's memory", or_unknown("weights_share", lambda s: f"{s:.0%}")),
         ("loss", lambda r: f"{r['losses'][0]:.3f} → {r['losses'][-1]:.3f}"),
     ],

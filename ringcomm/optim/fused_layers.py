@@ -139,7 +139,7 @@ class FusedLinear(nn.Linear):
         device = self.weight.device.type
         if not input.is_floating_point() or input.dtype == torch.float64:  # not cast by autocast
             return super().forward(input)
-        if torch.is_autocast_enabled(device):
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             input = input.to(dtype)
             bias = None if bias is None else bias.to(dtype)

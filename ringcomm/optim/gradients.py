@@ -249,5 +249,6 @@ class StepFacts:
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
     """Disables gradients and autocast, which would round fp32 sums."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"  # not on meta
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
         yield

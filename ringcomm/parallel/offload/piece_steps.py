@@ -133,7 +133,8 @@ class PieceSteps(torch.optim.Optimizer):
             return
         weight, grad = self._operands_of(param, place)
         if grad is not None and self._rule_of(method, weight, options) is not None:
-            self._copied[piece] = host_copy(weight), host_copy(grad)
+            is_sent = grad.device == _CPU  # in the backward pass
+            self._copied[piece] = host_copy(weight), (grad, None) if is_sent else host_copy(grad)
 
     def _run_piece(
         self, method: str, param: Tensor, place: slice, options: dict[str, Any], grad_scale: float
@@ -145,8 +146,8 @@ class PieceSteps(torch.optim.Optimizer):
         weight, grad = self._operands_of(param, place)
         on_host, host_grad = weight, grad
         if piece in self._copied:
-            (on_host, _), (host_grad, is_there) = self._copied.pop(piece)
-            is_there.synchronize()  # the weight was copied before
+            (on_host, has_weight), (host_grad, has_grad) = self._copied.pop(piece)
+            (has_grad or has_weight).synchronize()  # the weight was copied first
         master = state.get("master")
         if weight.dtype != dtype_of(weight):
             if master is None:
@@ -162,6 +163,7 @@ class PieceSteps(torch.optim.Optimizer):
             state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
             updated = weight if master is None else master.to(weight.device)
             group = {**self.param_groups[self._places[param][1]], **options_of(options)}
+            grad = None if grad is None else grad.to(updated.device, non_blocking=True)
             given = {param: updated}, {param: grad}, grad_scale, {param: state}
             states, (options,) = run_on_parts(self.inner, method, [group], *given)
             state = dict(states.get(param, {}))

@@ -41,7 +41,8 @@ class Bucket:
         shard: this rank's part of `weights`, which the optimizer updates; with a master, the
             float32 values of 16-bit weights.
         grads: the buffer of unsharded gradients; None while there are none.
-        shard_grad: the gradient of the shard; None before the first reduction.
+        shard_grad: the gradient of the shard; None before the first reduction. In pinned memory if
+            an optimizer on the host updates the shard of an accelerator at stage 2.
         arrived: the weights whose gradient has arrived since the last reduction.
         reduced: those whose gradient has been reduced since the last step.
     """
@@ -77,14 +78,17 @@ class Bucket:
         for param in self.params:
             param.grad = None
             param.data = with_own_storage(self._view(self.weights, param))
-        self.shard_grad: Tensor | None = None
+        self._shard_grad: Tensor | None = None
+        self._sends = False  # gradients to the host
+        self._sent: torch.Event | None = None  # behind the last copy
         self.grads: Tensor | None = None
         self.arrived: set[nn.Parameter] = set()
         self.reduced: set[nn.Parameter] = set()
 
-    def give_up_master(self) -> None:
-        """The float32 shard has a new owner; `shard` has 16 bits from now on."""
+    def offload(self) -> None:
+        """The float32 shard has a new owner, on the host; `shard` has 16 bits from now on."""
         self.shard, self.has_master = self.weights[self._mine], False
+        self._sends = self.weights.device.type != "cpu" and not self._keeps_buffer
 
     def _view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
         """A weight's part of a buffer of the bucket's size, in the weight's shape."""
@@ -146,12 +150,28 @@ class Bucket:
             self.grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
         return self.grads
 
+    @property
+    def shard_grad(self) -> Tensor | None:
+        """See the class. Waits for a copy to the host."""
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None
+        return self._shard_grad
+
     def reduce(self) -> None:
         """Accumulates this rank's shard of the ranks' mean gradient. Collective."""
         mean = reduce_scatter_mean(self.whole_gradients(), self.group, self._sizes)
         if self._divisor > 1:
             mean.div_(self._divisor)
-        self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
+        if self._shard_grad is not None:
+            mean += self._shard_grad.to(mean.device, non_blocking=True)
+        if not self._sends:
+            self._shard_grad = mean
+        else:  # by the stream that reduces, which then uses the memory of `mean` again
+            if self._shard_grad is None:
+                self._shard_grad = torch.empty_like(mean, device="cpu", pin_memory=True)
+            self._shard_grad.copy_(mean, non_blocking=True)
+            self._sent = torch.accelerator.current_stream(mean.device).record_event()
         self.reduced |= self.arrived
         self._empty_buffer()
 
@@ -164,7 +184,7 @@ class Bucket:
         """Drops all gradients."""
         self._empty_buffer()
         self.reduced.clear()
-        self.shard_grad = None
+        self._shard_grad = self._sent = None
 
     # ---- around the update
 

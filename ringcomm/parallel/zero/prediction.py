@@ -30,7 +30,8 @@ class Memory(NamedTuple):
 
     Attributes:
         parameters: the weights that the model computes with.
-        gradients: of these.
+        gradients: of these. Where a model on an accelerator has an offloaded optimizer at stage 2,
+            they are on the host.
         states: of the optimizer, with float32 weights where the model's have 16 bits.
         buffers: temporary memory. At stage 2 the unsharded gradients of the largest bucket, until
             it is reduced; of all with sharded experts. At stage 3 the largest unit's gathered

@@ -87,7 +87,7 @@ class FlatZero(ZeroOptimizer):
         }
         for bucket in self._buckets:
             if bucket.params[0] in offloaded:
-                bucket.give_up_master()
+                bucket.offload()
         self.inner.place_offloaded()
         for param, master in masters.items():
             self.set_state_of(param, {"master": master})
@@ -184,7 +184,7 @@ class FlatZero(ZeroOptimizer):
             grads = {param: grad for param, grad in self._shards() if param in params}
             self._step_inner(grads, factor)
         for bucket in reduced:
-            bucket.shard_grad = None
+            bucket.forget_gradients()
             bucket.gather()
         for param in self._present:
             self._show_master(param)

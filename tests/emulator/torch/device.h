@@ -48,6 +48,10 @@ void launch(c10::Stream stream, std::function<void()> function, bool is_operator
 // With the next tensor that a stream makes, it fills all memory that it got back with 0xFF: work
 // that still uses it on another stream, which was neither recorded nor waited for, reads NaN, or
 // -1. New memory has the same content.
+//
+// With RINGCOMM_EMULATOR_SEGMENTS in the environment, blocks and segments have the sizes that they
+// have with CUDA, are split and joined as there, and are counted so. Without, each tensor has an
+// allocation of the driver's, behind which the host faults, and counts with the bytes asked for.
 
 /// Allocates on the current device, for its current stream.
 c10::Allocator& allocator();
@@ -55,8 +59,17 @@ c10::Allocator& allocator();
 void record_stream(const c10::DataPtr& memory, c10::Stream stream);
 /// Frees what no tensor uses, as torch.cuda.empty_cache().
 void empty_cache();
-/// The requested bytes of live tensors.
-std::size_t allocated_bytes(c10::DeviceIndex device);
+struct MemoryCount {
+  std::size_t current = 0;
+  std::size_t peak = 0;
+};
+struct MemoryCounts {
+  MemoryCount allocated;  ///< bytes of live tensors' blocks
+  MemoryCount reserved;   ///< of segments
+};
+MemoryCounts memory_counts(c10::DeviceIndex device);
+/// The peaks are those from now on.
+void reset_peaks(c10::DeviceIndex device);
 
 /// Copies bytes in the order of the stream; either side may be memory of the host, which stays
 /// until then.

@@ -2,35 +2,78 @@
 #include <c10/core/Event.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
+#include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "emulator/api.h"
 #include "emulator/torch/device.h"
 
 namespace ringcomm::emulator {
 namespace {
 
 constexpr unsigned char kPoison = 0xFF;
-constexpr std::size_t kMinBlockBytes = 512;
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+constexpr std::size_t kBlockUnit = 512;  // bytes, and those of the least block
+constexpr std::size_t kMaxSmallBytes = kMiB;
+
+/// Whether blocks share segments, as torch's do; otherwise each is an allocation of its own.
+bool has_segments() {
+  static const bool has = std::getenv("RINGCOMM_EMULATOR_SEGMENTS") != nullptr;
+  return has;
+}
+
+constexpr std::size_t round_up(std::size_t num_bytes, std::size_t unit) {
+  return (num_bytes + unit - 1) / unit * unit;
+}
+
+/// Of the block for a tensor.
+std::size_t block_bytes_of(std::size_t num_bytes) {
+  return has_segments() ? round_up(num_bytes, kBlockUnit)
+                        : std::bit_ceil(std::max(num_bytes, kBlockUnit));
+}
+
+/// Of the segment that is allocated for a block.
+std::size_t segment_bytes(std::size_t block_bytes) {
+  if (!has_segments()) return block_bytes;
+  if (block_bytes <= kMaxSmallBytes) return 2 * kMiB;
+  return block_bytes < 10 * kMiB ? 20 * kMiB : round_up(block_bytes, 2 * kMiB);
+}
 
 cuda::DevicePtr address_of(const void* data) { return reinterpret_cast<cuda::DevicePtr>(data); }
 
 struct Block {
-  void* data = nullptr;
-  std::size_t capacity = 0;
-  std::size_t num_bytes = 0;  // as asked for
+  std::byte* data = nullptr;
+  std::size_t num_bytes = 0;
   c10::Stream owner;
+  bool is_small = false;
+  bool is_free = false;
+  std::size_t counted_bytes = 0;
+  Block* before = nullptr;  // in its segment
+  Block* after = nullptr;
   std::vector<c10::Stream> users = {};      // recorded, beside the owner
   bool is_captured = false;                 // a graph may use it at any time
   std::vector<c10::Event> used_until = {};  // of a freed block, by its recorded users
 };
 
-/// Blocks are returned to the driver by empty_cache() alone.
+/// Makes blocks neighbours; null is the end of a segment.
+void join(Block* block, Block* after) {
+  if (block != nullptr) block->after = after;
+  if (after != nullptr) after->before = block;
+}
+
+void increase(MemoryCount& count, std::size_t num_bytes) {
+  count.current += num_bytes;
+  count.peak = std::max(count.peak, count.current);
+}
+
+/// Memory is returned to the driver by empty_cache() and when there is no more.
 class Heap {
  public:
   /// Never destroyed: tensors may go after it.
@@ -45,21 +88,29 @@ class Heap {
     const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
     reclaim(owner);
-    const std::size_t capacity = std::bit_ceil(std::max(num_bytes, kMinBlockBytes));
-    std::vector<Block*>& reusable = free_[{owner.id(), capacity}];
-    if (reusable.empty()) reusable.push_back(make(capacity, owner));
-    Block* block = reusable.back();
-    reusable.pop_back();
-    block->num_bytes = num_bytes;
+    const std::size_t block_bytes = block_bytes_of(num_bytes);
+    const bool is_small = block_bytes <= kMaxSmallBytes;
+    Block* block = find_free(block_bytes, is_small, owner);
+    if (block == nullptr) block = make_segment(block_bytes, owner);
+    const std::size_t left = block->num_bytes - block_bytes;
+    if (is_small ? left >= kBlockUnit : left > kMaxSmallBytes) {
+      auto* rest = new Block{block->data + block_bytes, left, owner, is_small};
+      block->num_bytes = block_bytes;
+      join(rest, block->after);
+      join(block, rest);
+      keep(rest);
+    }
+    block->is_free = false;
     block->is_captured = is_capturing(owner);
-    allocated_bytes += num_bytes;
+    block->counted_bytes = has_segments() ? block->num_bytes : num_bytes;
+    increase(counts_.allocated, block->counted_bytes);
     return block;
   }
 
   void give_back(Block* block) {
     const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
-    allocated_bytes -= block->num_bytes;
+    counts_.allocated.current -= block->counted_bytes;
     const auto users = std::exchange(block->users, {});
     if (block->is_captured || is_capturing(block->owner)) return;
     if (std::ranges::any_of(users, is_capturing)) return;
@@ -73,14 +124,7 @@ class Heap {
   void empty_cache() {
     const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
-    std::erase_if(pending_, [this](Block* freed) { return is_past(freed) && keep(freed); });
-    for (auto& [place, blocks] : free_)
-      for (Block* block : std::exchange(blocks, {})) {
-        synchronize(block->owner);
-        const ContextGuard context(block->owner.device_index());
-        check(driver().mem_free(address_of(block->data)), "free the memory of tensors");
-        delete block;
-      }
+    free_segments();
   }
 
   void add_user(Block* block, c10::Stream stream) {
@@ -89,9 +133,34 @@ class Heap {
       block->users.push_back(stream);
   }
 
-  std::atomic<std::size_t> allocated_bytes = 0;
+  MemoryCounts counts() {
+    const std::lock_guard lock(mutex_);
+    return counts_;
+  }
+
+  void reset_peaks() {
+    const std::lock_guard lock(mutex_);
+    for (MemoryCount* count : {&counts_.allocated, &counts_.reserved}) count->peak = count->current;
+  }
 
  private:
+  using Place = std::tuple<c10::StreamId, bool, std::size_t, std::byte*>;
+
+  static Place place_of(const Block* block) {
+    return {block->owner.id(), block->is_small, block->num_bytes, block->data};
+  }
+
+  /// The smallest that is large enough, then the one with the lowest address; null without one.
+  Block* find_free(std::size_t block_bytes, bool is_small, c10::Stream owner) {
+    const auto found = free_.lower_bound({owner.id(), is_small, block_bytes, nullptr});
+    if (found == free_.end()) return nullptr;
+    Block* block = found->second;
+    if (block->owner != owner || block->is_small != is_small) return nullptr;
+    if (!has_segments() && block->num_bytes != block_bytes) return nullptr;
+    free_.erase(found);
+    return block;
+  }
+
   /// Makes freed blocks of a stream free for what it is given from now on, as torch's allocator
   /// does: the stream's own order is enough, and recorded users are waited for. Any of them may be
   /// part of the next tensor there, so the stream spoils all.
@@ -99,8 +168,8 @@ class Heap {
     if (is_capturing(owner)) return;  // a graph has memory of its own
     std::erase_if(pending_, [&](Block* freed) {
       if (freed->owner != owner || !is_past(freed)) return false;
-      fill_bytes(freed->data, kPoison, freed->capacity, owner);
-      return keep(freed);
+      fill_bytes(freed->data, kPoison, freed->num_bytes, owner);
+      return merge(freed);
     });
   }
 
@@ -108,23 +177,67 @@ class Heap {
     return std::ranges::all_of(freed->used_until, [](const auto& event) { return event.query(); });
   }
 
-  bool keep(Block* freed) {
+  void keep(Block* block) {
+    block->is_free = true;
+    free_.emplace(place_of(block), block);
+  }
+
+  /// A freed block and its free neighbours become one.
+  bool merge(Block* freed) {
     freed->used_until.clear();
-    free_[{freed->owner.id(), freed->capacity}].push_back(freed);
+    for (Block* other : {freed->before, freed->after}) {
+      if (other == nullptr || !other->is_free) continue;
+      free_.erase(place_of(other));
+      freed->num_bytes += other->num_bytes;
+      if (other == freed->before) {
+        freed->data = other->data;
+        join(other->before, freed);
+      } else {
+        join(freed, other->after);
+      }
+      delete other;
+    }
+    keep(freed);
     return true;
   }
 
-  static Block* make(std::size_t capacity, c10::Stream owner) {
+  void free_segments() {
+    std::erase_if(pending_, [this](Block* freed) { return is_past(freed) && merge(freed); });
+    std::erase_if(free_, [this](const auto& entry) {
+      Block* block = entry.second;
+      if (block->before != nullptr || block->after != nullptr) return false;
+      synchronize(block->owner);
+      const ContextGuard context(block->owner.device_index());
+      check(driver().mem_free(address_of(block->data)), "free the memory of tensors");
+      counts_.reserved.current -= block->num_bytes;
+      delete block;
+      return true;
+    });
+  }
+
+  Block* make_segment(std::size_t block_bytes, c10::Stream owner) {
+    const std::size_t num_bytes = segment_bytes(block_bytes);
     const ContextGuard context(owner.device_index());
     cuda::DevicePtr address = 0;
-    check(driver().mem_alloc(&address, capacity), "allocate memory for a tensor");
-    void* data = std::memset(reinterpret_cast<void*>(address), kPoison, capacity);
-    return new Block{.data = data, .capacity = capacity, .owner = owner};
+    cuda::Result result = driver().mem_alloc(&address, num_bytes);
+    if (result == kErrorOutOfMemory && !is_capturing(owner)) {
+      free_segments();
+      result = driver().mem_alloc(&address, num_bytes);
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, result != kErrorOutOfMemory,
+                     "emugpu out of memory: cannot allocate memory for a tensor of ", block_bytes,
+                     " bytes beside ", counts_.reserved.current);
+    check(result, "allocate memory for a tensor");
+    increase(counts_.reserved, num_bytes);
+    void* data = std::memset(reinterpret_cast<void*>(address), kPoison, num_bytes);
+    return new Block{static_cast<std::byte*>(data), num_bytes, owner,
+                     block_bytes <= kMaxSmallBytes};
   }
 
   std::mutex mutex_;
-  std::map<std::pair<c10::StreamId, std::size_t>, std::vector<Block*>> free_;  // and its capacity
-  std::vector<Block*> pending_;                                                // freed
+  std::map<Place, Block*> free_;
+  std::vector<Block*> pending_;  // freed
+  MemoryCounts counts_;
 };
 
 void delete_block(void* context) {
@@ -161,7 +274,9 @@ void record_stream(const c10::DataPtr& memory, c10::Stream stream) {
 
 void empty_cache() { Heap::of(current_device()).empty_cache(); }
 
-std::size_t allocated_bytes(c10::DeviceIndex device) { return Heap::of(device).allocated_bytes; }
+MemoryCounts memory_counts(c10::DeviceIndex device) { return Heap::of(device).counts(); }
+
+void reset_peaks(c10::DeviceIndex device) { Heap::of(device).reset_peaks(); }
 
 void copy_bytes(void* to, const void* from, std::size_t num_bytes, c10::Stream stream) {
   if (num_bytes == 0) return;

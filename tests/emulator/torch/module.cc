@@ -2,8 +2,10 @@
 // torch at import.
 
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <chrono>
 #include <future>
 
@@ -57,7 +59,11 @@ PYBIND11_MODULE(ringcomm_emulated_gpu, m) {
   m.def("empty_cache", &empty_cache, "Frees the cached blocks of the current device.");
   m.def("device_count", [] { return static_cast<int>(num_devices()); });
   m.def(
-      "memory_allocated",
-      [](int device) { return allocated_bytes(static_cast<c10::DeviceIndex>(device)); },
-      "Bytes of the tensors that live on a device.", py::arg("device"));
+      "memory_counts",
+      [](c10::DeviceIndex device) {
+        const auto [allocated, reserved] = memory_counts(device);
+        return std::array{allocated.current, allocated.peak, reserved.current, reserved.peak};
+      },
+      "Bytes of a device that are allocated and reserved, each with its peak.", py::arg("device"));
+  m.def("reset_peaks", &reset_peaks, py::arg("device"));
 }

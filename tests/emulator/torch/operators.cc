@@ -413,6 +413,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_layer_norm_backward",
          torch::CppFunction::makeFromBoxedFunction<&layer_norm_backward>());
   m.impl("histc", histc);
+  // torch would compose it, and make more tensors than a GPU's kernel does.
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&calculate_by_cpu_kernels>());
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);

@@ -165,6 +165,104 @@ def test_a_step_after_a_pass_that_failed_waits_for_its_reductions(rank: int) -> 
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+# ---- ZeRO-2 whose optimizer is on the host: gradients go there in the backward pass
+
+
+def on_host(device: torch.device, kind: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Blocks().to(device)
+    own = offload.Offloaded(kind(model.parameters(), 0.01), chunk_elems=100)
+    return model, zero.shard(model, own, 2, bucket_bytes=1 << 11, **options)
+
+
+@in_emulated_ranks(2, env=QUEUES)
+def test_gradients_reach_the_host_in_the_backward_pass(rank: int) -> None:
+    """And leave no memory on the device."""
+    device = torch.device("emugpu", emugpu.current_device())
+    x = batch(rank, device)
+    model, optimizer = on_host(device)
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    emugpu.synchronize()
+    before, buckets = emugpu.memory_allocated(), optimizer._buckets
+    found: list[bool] = []
+
+    def look(_: Tensor) -> None:
+        found.append(wait_for(next(b._sent for b in buckets if b._sent is not None), WAIT_S))
+
+    # The last gradient of the pass, of the last bucket.
+    handle = model.first.weight.register_hook(look)
+    model(x).square().mean().backward()
+    handle.remove()
+    assert found == [True]
+    emugpu.synchronize()
+    assert emugpu.memory_allocated() == before
+    for bucket in buckets:
+        assert bucket.shard_grad.is_pinned()
+    optimizer.step()
+
+
+CHECKED: list[dict[str, Any]] = [
+    {},
+    {"clip_grad_norm": 0.01},
+    {"loss_scale": 1024.0},
+    {"param_dtype": torch.bfloat16},
+    {"reduce_dtype": torch.bfloat16, "param_dtype": torch.bfloat16},
+]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("options", CHECKED)
+@in_emulated_ranks(2, env={**QUEUES, "RINGCOMM_EMULATOR_DELAY_US": "1000"})
+def test_late_gradients_on_the_host_give_its_steps(
+    rank: int, options: dict[str, Any], kind: Any
+) -> None:
+    """Of micro-batches, one of them in no_sync(), after a pass that was dropped."""
+    device = torch.device("emugpu", emugpu.current_device())
+    found = []
+    for place in (device, torch.device("cpu")):
+        model, optimizer = on_host(place, kind, **options)
+
+        def run(part: int, model: Any = model, own: Any = optimizer, place: Any = place) -> None:
+            own.scale(model(batch(rank + part, place)).float().square().mean()).backward()
+
+        for step in range(3):
+            run(step)
+            if step == 1:
+                handle = model.first.weight.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    run(3)
+                handle.remove()
+                optimizer.zero_grad()
+                run(4)
+            with optimizer.no_sync():
+                run(1)
+            run(2)
+            optimizer.step()
+        found.append([param.detach().cpu() for param in model.parameters()])
+        found[-1].append(torch.tensor(optimizer.grad_norm or 0.0))
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@in_emulated_ranks(2, env={**QUEUES, "RINGCOMM_EMULATOR_DELAY_US": "1000"})
+def test_an_overflow_on_the_host_skips_the_step(rank: int) -> None:
+    device = torch.device("emugpu", emugpu.current_device())
+    model, optimizer = on_host(device, loss_scale="dynamic")
+    scale = optimizer.loss_scale
+    weights = [param.detach().clone() for param in model.parameters()]
+    loss = model(batch(rank, device)).square().mean()
+    optimizer.scale(loss * (torch.inf if rank == 1 else 1.0)).backward()
+    optimizer.step()
+    assert optimizer.loss_scale == scale / 2
+    for ours, before in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(ours, before)
+    optimizer.scale(model(batch(rank, device)).square().mean()).backward()
+    optimizer.step()
+    assert not torch.equal(model.first.weight, weights[0])
+
+
 # ---- clip_grad_norm_(), whose norms the ranks gather
 
 

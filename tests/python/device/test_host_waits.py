@@ -186,7 +186,12 @@ SYSTEMS: dict[str, tuple[Any, dict[str, int]]] = {
     # It waits for an event of each piece, while the next one is copied.
     "offload": (shard("offload"), {}),
     "offload, bf16": (shard("offload", torch.bfloat16), {}),
+    # It waits for the events of the gradients, which come in the backward pass.
     "zero 2, host": (shard("zero 2, host"), {}),
+    **{
+        f"zero 2, host, {name}": (shard("zero 2, host", **options), {"wait": 1})
+        for name, options in CHECKED.items()
+    },
     **{
         f"infinity, {dtype}": (shard("infinity", dtype), {})
         for dtype in (torch.float32, torch.bfloat16)
