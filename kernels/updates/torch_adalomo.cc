@@ -1,6 +1,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -63,17 +64,6 @@ class Tiles {
 // Rows whose squares are added up in fp32 before they go into a sum in double.
 constexpr int64_t kFp32Rows = 8;
 
-at::Tensor added_up(const std::vector<double>& partial, int64_t num_parts, int64_t num_sums) {
-  at::Tensor sums = at::empty({1, num_sums}, at::kFloat);
-  auto* to = sums.data_ptr<float>();
-  for (int64_t i = 0; i < num_sums; ++i) {
-    double sum = 0;
-    for (int64_t part = 0; part < num_parts; ++part) sum += partial[part * num_sums + i];
-    to[i] = static_cast<float>(sum);
-  }
-  return sums;
-}
-
 // The squares of a tile; row_sums[i] is the matrix's row i's, col_sums[j] its column j's.
 void add_tile(const Tile& tile, const at::Tensor& grad, const WeightStep& step, const GradOps& ops,
               double* row_sums, double* col_sums) {
@@ -103,13 +93,13 @@ std::tuple<at::Tensor, at::Tensor> square_sums(const at::Tensor& grad, double sc
   const GradOps& ops = grad_ops_of(grad);
   const Tiles tiles(num_rows, num_cols);
   // In double, for each panel one of every row, for each band one of every column.
-  std::vector<double> rows(tiles.num_panels() * num_rows), cols(tiles.num_bands() * num_cols);
+  const at::Tensor rows = at::zeros({tiles.num_panels(), num_rows}, at::kDouble);
+  const at::Tensor cols = at::zeros({tiles.num_bands(), num_cols}, at::kDouble);
   tiles.for_each([&](int64_t band, int64_t panel, const Tile& tile) {
-    add_tile(tile, matrix, step, ops, rows.data() + panel * num_rows,
-             cols.data() + band * num_cols);
+    add_tile(tile, matrix, step, ops, rows.data_ptr<double>() + panel * num_rows,
+             cols.data_ptr<double>() + band * num_cols);
   });
-  return {added_up(rows, tiles.num_panels(), num_rows),
-          added_up(cols, tiles.num_bands(), num_cols)};
+  return {rows.sum(0, true).to(at::kFloat), cols.sum(0, true).to(at::kFloat)};
 }
 
 std::tuple<at::Tensor, at::Tensor> adalomo_moments_(const OptionalTensor& row,

@@ -18,6 +18,7 @@ import triton.language as tl
 from ringcomm.kernels.logit_rows import base_of
 
 NAN_BITS = tl.constexpr(0x7FC00000)
+PARTS_BLOCK = tl.constexpr(1024)  # of sums that programs left
 
 # Numbers that vary from call to call must not cause recompilation, not even the value 1.
 VARYING = ("lead", "num_elems", "num_rows", "num_tokens", "key", "first_elem", "padding_idx",
@@ -200,44 +201,40 @@ def embedding_kernel(
 
 @triton.jit
 def tile_of(row_tile, num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """The rows, columns, elements and their mask of a tile in the program's panel of columns."""
+    """The rows and columns of a tile in the program's panel, which are there, and the elements."""
     row = row_tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    mask = (row < num_rows)[:, None] & (column < num_cols)[None, :]
-    return row, column, row[:, None] * num_cols + column[None, :], mask
+    elem = row[:, None] * num_cols + column[None, :]
+    return row, column, row < num_rows, column < num_cols, elem
 
 
 @triton.jit
-def total_of(parts, num_parts, BLOCK: tl.constexpr):
+def total_of(parts, num_parts):
     """The sum of float64 parts."""
-    total = tl.zeros([BLOCK], tl.float64)
-    for begin in range(0, num_parts, BLOCK):
-        part = begin + tl.arange(0, BLOCK)
+    total = tl.zeros([PARTS_BLOCK], tl.float64)
+    for begin in range(0, num_parts, PARTS_BLOCK):
+        part = begin + tl.arange(0, PARTS_BLOCK)
         total += tl.load(parts + part, mask=part < num_parts, other=0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def update_direction(
-    grad,
-    row_moment,
-    mean,
-    col_factor,
-    row,
-    column,
-    elem,
-    mask,
-    num_rows,
-    num_cols,
-    scale,
-    clip_value,
-):
+def tile_gradient(grad, tile, scale, clip_value):
+    """The gradient of a tile, and where it is."""
+    _, _, in_rows, in_cols, elem = tile
+    mask = in_rows[:, None] & in_cols[None, :]
+    return used_gradient(tl.load(grad + elem, mask=mask, other=0.0), scale, clip_value), elem, mask
+
+
+@triton.jit
+def update_direction(grad, row_moment, mean, col_factor, tile, scale, clip_value):
     """u: the gradient times its column's factor and, if it has moments, its row's."""
-    u = used_gradient(tl.load(grad + elem, mask=mask, other=0.0), scale, clip_value)
+    u, elem, mask = tile_gradient(grad, tile, scale, clip_value)
+    row, column, in_rows, in_cols, _ = tile
     if row_moment is not None:
-        moment = tl.load(row_moment + row, mask=row < num_rows, other=1.0)
+        moment = tl.load(row_moment + row, mask=in_rows, other=1.0)
         u *= tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(moment, mean)))[:, None]
-    return u * tl.load(col_factor + column, mask=column < num_cols, other=0.0)[None, :]
+    return u * tl.load(col_factor + column, mask=in_cols, other=0.0)[None, :], elem, mask
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -255,11 +252,11 @@ def square_sums_kernel(
     """The sums of g^2 of each panel's rows (panels, rows) and each band's columns."""
     panel, band = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     col_sum = tl.zeros([BLOCK_COLS], tl.float64)
-    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
-        row, column, elem, mask = tile_of(tile, num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
-        g = used_gradient(tl.load(grad + elem, mask=mask, other=0.0), scale, clip_value)
+    for row_tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
+        tile = tile_of(row_tile, num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+        g, _, _ = tile_gradient(grad, tile, scale, clip_value)
         square = g * g
-        tl.store(row_sums + panel * num_rows + row, tl.sum(square, 1), mask=row < num_rows)
+        tl.store(row_sums + panel * num_rows + tile[0], tl.sum(square, 1), mask=tile[2])
         col_sum += tl.sum(square, 0).to(tl.float64)
     column = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     at = col_sums + band * num_cols + column
@@ -267,19 +264,9 @@ def square_sums_kernel(
 
 
 @triton.jit
-def new_moments(
-    moment,
-    sums,
-    num_parts,
-    block,
-    size,
-    num_each,
-    share,
-    eps,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def new_moments(axis, block, share, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Moves a block of a running mean to the mean squares; returns its places, mask and values."""
+    moment, sums, num_parts, size, num_each = axis
     place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     total = tl.zeros([BLOCK], tl.float64)
@@ -290,6 +277,7 @@ def new_moments(
         total += tl.sum(some.to(tl.float64), 0)
     mean = (total / num_each).to(tl.float32) + eps
     old = tl.load(moment + place, mask=mask, other=0.0)
+    # torch's lerp, which starts from the end that is nearer.
     near_old, near_mean = old + share * (mean - old), mean - (mean - old) * (1.0 - share)
     new = tl.where(share < 0.5, near_old, near_mean)
     tl.store(moment + place, new, mask=mask)
@@ -318,25 +306,13 @@ def moments_kernel(
     num_row_blocks = 0 if row_moment is None else tl.cdiv(num_rows, BLOCK)
     if block < num_row_blocks:
         if row_moment is not None:
-            _, mask, new = new_moments(
-                row_moment,
-                row_sums,
-                num_row_parts,
-                block,
-                num_rows,
-                num_cols,
-                share,
-                eps,
-                PARTS,
-                BLOCK,
-            )
+            rows = (row_moment, row_sums, num_row_parts, num_rows, num_cols)
+            _, mask, new = new_moments(rows, block, share, eps, PARTS, BLOCK)
             total = tl.sum(tl.where(mask, new, 0.0).to(tl.float64), 0)
             tl.store(row_mean + block, total / num_rows)
     else:
-        block -= num_row_blocks
-        place, mask, new = new_moments(
-            col_moment, col_sums, num_col_parts, block, num_cols, num_rows, share, eps, PARTS, BLOCK
-        )
+        columns = (col_moment, col_sums, num_col_parts, num_cols, num_rows)
+        place, mask, new = new_moments(columns, block - num_row_blocks, share, eps, PARTS, BLOCK)
         tl.store(col_factor + place, tl.div_rn(1.0, tl.sqrt_rn(new)), mask=mask)
 
 
@@ -356,49 +332,27 @@ def update_squares_kernel(
     clip_value,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
 ):
     """The sums of u^2 and of w^2 of each program: (2, programs)."""
-    mean = (
-        1.0
-        if row_moment is None
-        else total_of(row_mean, num_mean_parts, BLOCK_PARTS).to(tl.float32)
-    )
+    mean = total_of(row_mean, num_mean_parts).to(tl.float32)
     of_updates, of_weights = tl.zeros([BLOCK_ROWS], tl.float64), tl.zeros([BLOCK_ROWS], tl.float64)
-    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
-        row, column, elem, mask = tile_of(tile, num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
-        u = update_direction(
-            grad,
-            row_moment,
-            mean,
-            col_factor,
-            row,
-            column,
-            elem,
-            mask,
-            num_rows,
-            num_cols,
-            scale,
-            clip_value,
+    for row_tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
+        tile = tile_of(row_tile, num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+        u, elem, mask = update_direction(
+            grad, row_moment, mean, col_factor, tile, scale, clip_value
         )
         w = tl.where(mask, load_weight(weight, low, elem, mask), 0.0)
         of_updates += tl.sum(u * u, 1).to(tl.float64)
         of_weights += tl.sum(w * w, 1).to(tl.float64)
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(squares + program, tl.sum(of_updates, 0))
-    tl.store(squares + tl.num_programs(0) * tl.num_programs(1) + program, tl.sum(of_weights, 0))
+    at = squares + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(at, tl.sum(of_updates, 0))
+    tl.store(at + tl.num_programs(0) * tl.num_programs(1), tl.sum(of_weights, 0))
 
 
 @triton.jit
-def rms_of(squares, num_squares, num_elems, BLOCK: tl.constexpr):
+def rms_of(squares, num_squares, num_elems):
     """The root of the mean of num_elems squares."""
-    return tl.sqrt_rn((total_of(squares, num_squares, BLOCK) / num_elems).to(tl.float32))
-
-
-@triton.jit
-def at_least(value, least):
-    """The larger one; NaN stays."""
-    return tl.where(value < least, least, value)
+    return tl.sqrt_rn((total_of(squares, num_squares) / num_elems).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -425,34 +379,19 @@ def adalomo_kernel(
     first_elem,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
 ):
     """adalomo_update_: w <- w * decay - u * step. num_elems: of the full weight."""
-    mean = (
-        1.0
-        if row_moment is None
-        else total_of(row_mean, num_mean_parts, BLOCK_PARTS).to(tl.float32)
-    )
-    update_rms = rms_of(squares, num_squares, num_elems, BLOCK_PARTS)
-    weight_rms = rms_of(squares + num_squares, num_squares, num_elems, BLOCK_PARTS)
-    size = lr * at_least(weight_rms, least_rms)
-    step = tl.div_rn(size, at_least(tl.div_rn(update_rms, clip_threshold), 1.0))
+    mean = total_of(row_mean, num_mean_parts).to(tl.float32)
+    excess = tl.div_rn(rms_of(squares, num_squares, num_elems), clip_threshold)
+    weight_rms = rms_of(squares + num_squares, num_squares, num_elems)
+    # NaN stays.
+    size = lr * tl.where(weight_rms < least_rms, least_rms, weight_rms)
+    step = tl.div_rn(size, tl.where(excess < 1.0, 1.0, excess))
     decay = tl.fma(-size, weight_decay, 1.0)
-    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
-        row, column, elem, mask = tile_of(tile, num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
-        u = update_direction(
-            grad,
-            row_moment,
-            mean,
-            col_factor,
-            row,
-            column,
-            elem,
-            mask,
-            num_rows,
-            num_cols,
-            scale,
-            clip_value,
+    for row_tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
+        tile = tile_of(row_tile, num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+        u, elem, mask = update_direction(
+            grad, row_moment, mean, col_factor, tile, scale, clip_value
         )
         updated = tl.fma(u, -step, load_weight(weight, low, elem, mask) * decay)
         store_weight(weight, low, elem, updated, key, first_elem + elem, mask)

@@ -132,10 +132,10 @@ def twice_plan(element_bytes: int) -> Plan:
 SGD_BLOCK, SGD_WARPS = 2048, 8
 # Few warps for a row of an embedding: most rows are of one token or two.
 EMBEDDING_BLOCK, EMBEDDING_WARPS, EMBEDDING_UNROLL = 1024, 4, 4
-# One vector a thread: 40 to 50 registers (sm_80). About as many programs as 132 SMs have at once;
+# One vector a thread: 40 to 51 registers (sm_90). About as many programs as 132 SMs have at once;
 # more would leave more parts, which each program of the next kernel reads.
-MATRIX_ROWS, MATRIX_COLS, MATRIX_WARPS, MATRIX_PROGRAMS = 16, 128, 8, 1024
-MOMENTS_PARTS, MOMENTS_BLOCK, PARTS_BLOCK = 32, 64, 1024
+MATRIX, MATRIX_PROGRAMS = {"BLOCK_ROWS": 16, "BLOCK_COLS": 128, "num_warps": 8}, 1024
+MOMENTS = {"PARTS": 32, "BLOCK": 64, "num_warps": 8}
 
 
 # ---- products

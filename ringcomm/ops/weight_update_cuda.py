@@ -188,24 +188,11 @@ def embedding_sgd_update_(
     mark_written(weight, low)
 
 
-_TILE = {
-    "BLOCK_ROWS": plans.MATRIX_ROWS,
-    "BLOCK_COLS": plans.MATRIX_COLS,
-    "num_warps": plans.MATRIX_WARPS,
-}
-_PARTS = {"BLOCK_PARTS": plans.PARTS_BLOCK}
-_MOMENTS = {
-    "PARTS": plans.MOMENTS_PARTS,
-    "BLOCK": plans.MOMENTS_BLOCK,
-    "num_warps": plans.MATRIX_WARPS,
-}
-
-
 def _programs(matrix: Tensor) -> tuple[int, int]:
     """The number of panels of columns, and of bands of rows; a program for each of both."""
-    num_panels = -(-matrix.shape[1] // plans.MATRIX_COLS)
+    num_panels = -(-matrix.shape[1] // plans.MATRIX["BLOCK_COLS"])
     num_bands = max(1, plans.MATRIX_PROGRAMS // max(1, num_panels))
-    return num_panels, min(num_bands, -(-matrix.shape[0] // plans.MATRIX_ROWS))
+    return num_panels, min(num_bands, -(-matrix.shape[0] // plans.MATRIX["BLOCK_ROWS"]))
 
 
 def _square_sums(grad: Tensor, num_panels: int, num_bands: int) -> tuple[Tensor, Tensor]:
@@ -225,64 +212,55 @@ def square_sums(
     sums = _square_sums(grad, *programs)
     if grad.numel():
         given = (grad, *sums, *grad.shape, *step[2:4])
-        launch(kernels().weight_update.square_sums_kernel, programs, *given, **_TILE)
+        launch(kernels().weight_update.square_sums_kernel, programs, *given, **plans.MATRIX)
     return sums
 
 
 def _factors(row: Tensor | None, col: Tensor, *, is_in_parts: bool) -> tuple[Tensor, Tensor]:
-    num_parts = 0 if row is None else -(-len(row) // plans.MOMENTS_BLOCK) if is_in_parts else 1
+    num_parts = 0 if row is None else -(-len(row) // plans.MOMENTS["BLOCK"]) if is_in_parts else 1
     return torch.empty_like(col), col.new_empty([num_parts], dtype=torch.float64)
 
 
 @on_cuda
 def adalomo_moments_(
-    row: Tensor | None,
-    col: Tensor,
-    row_sums: Tensor,
-    col_sums: Tensor,
-    share: float,
-    eps: float,
+    row: Tensor | None, col: Tensor, row_sums: Tensor, col_sums: Tensor, share: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Moves the moments, which AdaLomo has checked, by `share` to the means of squares.
 
     Returns the columns' factors and the mean of `row`, the latter in float64 parts.
     """
-    num_rows, num_cols = 1 if row is None else len(row), len(col)
-    col_factor, row_mean = _factors(row, col, is_in_parts=True)
-    num_blocks = len(row_mean) + -(-num_cols // plans.MOMENTS_BLOCK)
+    sizes = 1 if row is None else len(row), len(col)
+    factors = _factors(row, col, is_in_parts=True)
+    num_blocks = len(factors[1]) + -(-len(col) // plans.MOMENTS["BLOCK"])
     if num_blocks:
         sums = (row_sums, col_sums, len(row_sums), len(col_sums))
-        given = (col, row, *sums, col_factor, row_mean, num_rows, num_cols, share, eps)
         kernel = kernels().weight_update.moments_kernel
-        launch(kernel, (num_blocks,), *given, **_MOMENTS)
+        given = (col, row, *sums, *factors, *sizes, share, eps)
+        launch(kernel, (num_blocks,), *given, **plans.MOMENTS)
     mark_written(row, col)
-    return col_factor, row_mean
+    return factors
 
 
 @on_cuda
 def adalomo_squares(
     weight: Tensor,
     grad: Tensor,
-    row: Tensor | None,
-    col_factor: Tensor,
-    row_mean: Tensor,
-    scale: float,
-    *,
+    *factors_and_scale: Any,
     low: Tensor | None = None,
     clip_value: float | None = None,
 ) -> Tensor:
     """The sums of the squares of the update's direction and of the weight: float64 [2, parts]."""
-    op = "adalomo_squares"
+    op, programs = "adalomo_squares", _programs(weight)
+    row, col_factor, row_mean, scale = factors_and_scale
     step = _kernels.checked_step(op, weight, low, True, [], 0, clip_value, 0.0, 0.0, scale)
     grad = _kernels.ordered_grad(grad, weight, op)
     _kernels.check_factors(weight, row, col_factor, row_mean, None, op)
-    programs = _programs(weight)
     squares = grad.new_empty([2, math.prod(programs)], dtype=torch.float64)
     if weight.numel():
-        factored = (grad, row, col_factor, row_mean, len(row_mean))
-        given = (weight, low, *factored, squares, *weight.shape, *step[2:4])
+        factors = (row, col_factor, row_mean, len(row_mean))
+        given = (grad, *factors, squares, *weight.shape, *step[2:4])
         kernel = kernels().weight_update.update_squares_kernel
-        launch(kernel, programs, *given, **_TILE, **_PARTS)
+        launch(kernel, programs, weight, low, *given, **plans.MATRIX)
     return squares
 
 
@@ -290,33 +268,22 @@ def adalomo_squares(
 def adalomo_update_(
     weight: Tensor,
     grad: Tensor,
-    row: Tensor | None,
-    col_factor: Tensor,
-    row_mean: Tensor,
-    squares: Tensor,
-    num_elems: int,
-    lr: float,
-    weight_decay: float,
-    least_rms: float,
-    clip_threshold: float,
-    *scale_and_seed: Any,
+    *given: Any,
     low: Tensor | None = None,
     clip_value: float | None = None,
     first_elem: int = 0,
 ) -> None:
     """One step; num_elems, of the full weight, and the squares decide its size on the device."""
     op = "adalomo_update_"
-    read = [grad, col_factor, row_mean, squares]
-    checked = (weight, low, True, read, first_elem, clip_value, lr, weight_decay)
-    step = _kernels.checked_step(op, *checked, *scale_and_seed)
-    ordered = _kernels.ordered_grad(grad, weight, op)
+    row, col_factor, row_mean, squares, num_elems, *numbers = given
+    read, scale_and_seed = [grad, col_factor, row_mean, squares], numbers[4:]
+    checked = (weight, low, True, read, first_elem, clip_value, *numbers[:2])
+    _, _, scale, limit, key = _kernels.checked_step(op, *checked, *scale_and_seed)
+    grad = _kernels.ordered_grad(grad, weight, op)
     _kernels.check_factors(weight, row, col_factor, row_mean, squares, op)
     if weight.numel():
-        _, _, scale, limit, key = step
-        factored = (ordered, row, col_factor, row_mean, len(row_mean), squares, squares.shape[1])
-        sizes = (*weight.shape, num_elems, scale, limit)
-        numbers = (lr, weight_decay, least_rms, clip_threshold, key, first_elem)
+        factors = (row, col_factor, row_mean, len(row_mean), squares, squares.shape[1])
+        sizes = (*weight.shape, num_elems, scale, limit, *numbers[:4], key, first_elem)
         kernel = kernels().weight_update.adalomo_kernel
-        given = (weight, low, *factored, *sizes, *numbers)
-        launch(kernel, _programs(weight), *given, **_TILE, **_PARTS)
+        launch(kernel, _programs(weight), weight, low, grad, *factors, *sizes, **plans.MATRIX)
     mark_written(weight, low)

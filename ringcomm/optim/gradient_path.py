@@ -222,9 +222,7 @@ class GradientPath:
                 if gradient.nbytes > slot.local.nbytes:
                     gradient = Gradient(gradient.dense())
                 slot.deferred = gradient
-            with_norm = self._options.clip_grad_norm is not None
-            is_kept = mode == "deferred"
-            self._facts.add(gradient, slot.sharding, with_norm=with_norm, is_kept=is_kept)
+            self._facts.add(gradient, slot.sharding, is_kept=mode == "deferred")
             return
         checked = slot.replicas or self
         if mode == "immediate" and not (checked.is_checked or slot.divisor > 1):
@@ -340,7 +338,7 @@ class GradientPath:
 
     def _factor_of_facts(self) -> float | None:
         """The factor of this step's gradients; None if the step must be skipped."""
-        facts, self._facts = self._facts, StepFacts()
+        facts, self._facts = self._facts, self._new_facts()
         norm, is_finite = facts.finish(self.axes, self.slots[0].local.device)
         norm /= self.scale
         max_norm = self._options.clip_grad_norm
@@ -353,6 +351,9 @@ class GradientPath:
             return None
         factor = 1.0 if max_norm is None else clip_factor(norm, max_norm)
         return factor / self.scale
+
+    def _new_facts(self) -> StepFacts:
+        return StepFacts(with_norm=self._options.clip_grad_norm is not None)
 
     def forget(self) -> None:
         """Discards the state of this step. Not inside a backward pass."""
@@ -370,5 +371,5 @@ class GradientPath:
         self._forget_agreements()
         for slot in self.slots:
             slot.forget()
-        self._facts, self._updated = StepFacts(), []
+        self._facts, self._updated = self._new_facts(), []
         self.is_checked = self._has_gradient = self._has_overflow = self.is_scaled = False

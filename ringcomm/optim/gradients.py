@@ -1,5 +1,6 @@
 """A weight's gradient when it arrives: a tensor, or the factors from a layer."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.clip import over_all_ranks
+from ringcomm.parallel.clip import over_all_ranks, power_of
 from ringcomm.parallel.model.cut import Axes, Sharding
 from ringcomm.torch_names import version_of
 
@@ -173,14 +174,16 @@ _Grams = list[tuple[LinearGradient, Tensor]]
 class _Facts:
     """Facts of the gradients of one sharding: scalars, which are added up at the end."""
 
+    kept: list[Tensor] = field(default_factory=list)  # gradients, until the end
     norms: list[Tensor] = field(default_factory=list)
     extremes: list[Tensor] = field(default_factory=list)
     grams: _Grams = field(default_factory=list)
 
-    def row(self, device: torch.device, *, is_exact: bool) -> Tensor:
+    def row(self, device: torch.device, *, with_norm: bool, is_exact: bool) -> Tensor:
         """The square of the norm, and the numbers of not finite values and of wrong Gram sums."""
-        square = _stacked(self.norms, device).square().sum()
-        num_not_finite = (~_stacked(self.extremes, device).isfinite()).sum()
+        kept = power_of(self.kept, 2.0 if with_norm else math.inf, device)
+        square = _stacked(self.norms, device).square().sum() + kept
+        num_not_finite = (~_stacked([*self.extremes, kept], device).isfinite()).sum()
         num_wrong = torch.zeros_like(num_not_finite)
         if self.grams:
             squares, num_wrong = _squares_of(self.grams, is_exact=is_exact)
@@ -210,26 +213,28 @@ def _squares_of(grams: _Grams, *, is_exact: bool) -> tuple[Tensor, Tensor]:
 class StepFacts:
     """Facts needed before a step is made, of gradients as they arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_norm: bool) -> None:
         self._facts: dict[Sharding, _Facts] = {}
+        self._with_norm = with_norm  # which is finite only if all elements are
 
-    def add(
-        self, gradient: Gradient, sharding: Sharding, *, with_norm: bool, is_kept: bool
-    ) -> None:
+    def add(self, gradient: Gradient, sharding: Sharding, *, is_kept: bool) -> None:
         """Adds a weight's gradient, or this rank's part; `sharding`: the ranks with the rest.
 
         A gradient that `is_kept` until finish() costs no synchronization before.
         """
         facts = self._facts.setdefault(sharding, _Facts())
-        facts.extremes += gradient.extremes()
-        if with_norm and isinstance(gradient, LinearGradient) and gradient.has_few_tokens:
+        if is_kept and type(gradient) is Gradient:
+            facts.kept += gradient.parts
+        elif not self._with_norm:
+            facts.extremes += gradient.extremes()
+        elif isinstance(gradient, LinearGradient) and gradient.has_few_tokens:
             gram = (gradient, gradient.gram_sums())
             if is_kept:
                 facts.grams.append(gram)
             else:
                 squares, _ = _squares_of([gram], is_exact=True)
                 facts.norms.append(squares[0].sqrt())
-        elif with_norm:
+        else:
             facts.norms += gradient.norms()
 
     def finish(self, axes: Axes, device: torch.device) -> tuple[float, bool]:
@@ -239,7 +244,8 @@ class StepFacts:
         """
         zeros = torch.zeros(3, dtype=torch.float64, device=device)
         for is_exact in (False, True):
-            own = {of: facts.row(device, is_exact=is_exact) for of, facts in self._facts.items()}
+            how = {"with_norm": self._with_norm, "is_exact": is_exact}
+            own = {of: facts.row(device, **how) for of, facts in self._facts.items()}
             square, num_not_finite, num_wrong = over_all_ranks(axes, own, zeros, 3).tolist()
             if num_wrong == 0:
                 break

@@ -90,7 +90,7 @@ def _total_norm(
             by_sharding.setdefault(sharding, []).append(grads[param])
     own = {}
     for sharding, of_sharding in by_sharding.items():
-        power = _power(of_sharding, norm_type, device)
+        power = power_of(of_sharding, norm_type, device)
         own[sharding] = torch.stack([torch.full_like(power, len(of_sharding)), power])
     zeros = torch.zeros(2, dtype=torch.float64, device=device)
     num_grads, power = over_all_ranks(axes, own, zeros, num_sums=1 if is_max else 2)
@@ -179,7 +179,7 @@ def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     return rows.to(mine.device)
 
 
-def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def power_of(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The sum of |g|^p over all elements, or the largest |g|; 0 without any."""
     found = [torch.zeros(1, dtype=torch.float64, device=device)]
     for of_kind in _by_kind([grad for grad in grads if grad.numel()]):
