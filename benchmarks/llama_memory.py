@@ -72,7 +72,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "lomo_optim": _lomo_optim,
 }
 LINEAR_LOSS = " linear loss"
-WAYS |= {f"{way}{LINEAR_LOSS}": WAYS[way] for way in ("SGD", "Lomo")}
+WAYS |= {f"{way}{LINEAR_LOSS}": WAYS[way] for way in ("forward only", "SGD", "Lomo")}
 GROWN = ("Lomo", "AdamW")
 PREDICTED = ("forward only", "SGD", "Lomo")  # which run on meta tensors
 
@@ -231,7 +231,7 @@ def attempt(
     """Runs ``train`` in a separate process; returns None if it did not run, and says why.
 
     Raises:
-        RankError: it failed otherwise.
+        RankError: it failed otherwise, or ran out of memory after a prediction.
     """
     found: list[dict[str, Any]] = []
 
@@ -258,7 +258,7 @@ def attempt(
     try:
         run_ranks(1, main, receive)
     except RankError as error:
-        if "OutOfMemoryError" not in str(error):
+        if options.predict or "OutOfMemoryError" not in str(error):
             raise
         say(f"{way}: out of memory with {num_layers} layers")
     return found[0] if found else None

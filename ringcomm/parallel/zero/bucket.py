@@ -163,13 +163,14 @@ class Bucket:
         mean = reduce_scatter_mean(self.whole_gradients(), self.group, self._sizes)
         if self._divisor > 1:
             mean.div_(self._divisor)
-        if self._shard_grad is not None:
-            mean += self._shard_grad.to(mean.device, non_blocking=True)
         if not self._sends:
-            self._shard_grad = mean
+            # Not into `mean`: another stream may have made the sum, and would use its memory again.
+            self._shard_grad = mean if self._shard_grad is None else self._shard_grad.add_(mean)
         else:  # by the stream that reduces, which then uses the memory of `mean` again
             if self._shard_grad is None:
                 self._shard_grad = torch.empty_like(mean, device="cpu", pin_memory=True)
+            else:
+                mean += self._shard_grad.to(mean.device, non_blocking=True)
             self._shard_grad.copy_(mean, non_blocking=True)
             self._sent = torch.accelerator.current_stream(mean.device).record_event()
         self.reduced |= self.arrived

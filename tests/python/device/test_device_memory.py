@@ -103,7 +103,7 @@ def test_the_prediction_for_an_h200_is_what_was_measured_there() -> None:
     pytest.importorskip("transformers")
     records = read_records([RESULTS / "2026-11-27-llama_memory-cuda.jsonl"])
     measured = {record["way"]: record["peak_bytes"] for record in records}
-    for way in ("forward only", "Lomo"):
+    for way in ("forward only", "SGD", "Lomo"):
         found = llama_memory.predict(way, options("1.1b", 8, 1024), 22, as_cuda=True)
         assert found["predicted_bytes"] == pytest.approx(measured[way], rel=1e-3)
 
