@@ -391,7 +391,7 @@ void BackendCalls::update(const Collective& call, const void* grad, void* param,
   const cuda::ContextGuard guard(device_.index());
   cuda::KernelCall kernel_call;
   const cuda::LaunchPlan plan = cuda::plan_own_update(call, grad, param, num_elems, kernel_call);
-  kernels.launch(kernels.find(plan.kernel), plan, kernel_call, handle_of(stream));
+  kernels.launch(kernels.find(plan.kernel), plan.num_blocks, kernel_call, handle_of(stream));
 }
 
 }  // namespace ringcomm
