@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Any
 
 Point = dict[str, Any]
-CUT = "blocks × region, vectors per thread"
+CUT = "blocks, vectors per thread"
 TIMES = ("predicted, µs", "p50, µs", "p50 / predicted", "p99, µs")
 HEADINGS = ("size", "path", CUT, *TIMES, "% of a copy", "wrong")
 

@@ -26,7 +26,7 @@ namespace {
 constexpr std::chrono::seconds kKernelTimeout{3};
 constexpr int kLaunchesPerVisit = 5;
 // Of sweeps over blocks: smaller calls use few, larger ones are as these.
-constexpr std::size_t kMinSweptBytes = 16 << 10, kMaxSweptBytes = 64 << 20;
+constexpr std::size_t kMinSweptBytes = 1 << 20, kMaxSweptBytes = 64 << 20;
 constexpr double kWarmUpSeconds = 0.3;
 // Of copies that tell the rate of a GPU's memory: no cache holds them.
 constexpr std::size_t kMinRateBytes = 64 << 20;

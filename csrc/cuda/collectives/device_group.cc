@@ -1,17 +1,13 @@
 #include "cuda/collectives/device_group.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
-#include <limits>
 #include <new>
 #include <optional>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "core/errors.h"

@@ -1,17 +1,15 @@
 #include "cuda/collectives/ipc_transport.h"
 
 #include <algorithm>
-#include <limits>
 #include <set>
 #include <stdexcept>
-#include <thread>
 
 #include "collectives/call.h"
 
 namespace ringcomm::cuda {
 
 constexpr std::size_t kMostPlans = 16;
-constexpr std::uint64_t kAnyCall = ~std::uint64_t{0};
+constexpr std::uint64_t kAnyCall = ~std::uint64_t{0}, kAnySize = kAnyCall / 2;
 
 std::unique_ptr<IpcTransport> IpcTransport::make(Communicator& communicator, DeviceOrdinal device,
                                                  const WaitLimits& limits,
@@ -153,7 +151,7 @@ void IpcTransport::launch_in_place(const Collective& call, PlannedCall& planned,
   allocations_.find_places(num_calls_, launch.buffers());
   if (planned.plan.kind == LaunchKind::kInPlace)
     ++(launch.is_staged() ? traffic.num_staged : traffic.num_in_place);
-  const auto most_blocks = 4 * static_cast<unsigned>(group_->facts().min_multiprocessors);
+  const unsigned most_blocks = plain_blocks(kAnySize, group_->facts().min_multiprocessors);
   const struct {
     Function kernel;
     unsigned num_blocks;
@@ -196,15 +194,18 @@ void IpcTransport::launch_messages(std::vector<P2pMessage> messages, P2pCall& ca
   // message are launched later.
   allocations_.find_places(call.use == LinkUse::kShards ? num_calls_ : kAnyCall, buffers);
   for (std::size_t i = 0; i < messages.size(); ++i) messages[i].place = buffers[i].place;
+  const StagingLayout& layout = call.staging.layout;
   while (take_launch(messages, call)) {
-    const unsigned num_blocks = (call.num_lanes + 1) / 2;
-    kernels_.launch(open_messages_, std::min(num_blocks, call.staging.layout.num_blocks), call,
-                    stream);
+    const unsigned num_blocks = std::min((call.num_lanes + 1) / 2, layout.num_blocks);
+    kernels_.launch(open_messages_, num_blocks, call, stream);
     if (!call.has_long) continue;
-    const auto most = 4 * static_cast<unsigned>(group_->facts().min_multiprocessors);
-    kernels_.launch(copy_messages_, most, call, stream);
-    kernels_.launch(close_messages_, std::min(num_blocks, call.staging.layout.num_blocks), call,
-                    stream);
+    std::uint64_t longest = 0;
+    for (unsigned m = 0; m < call.first_of_lane[call.num_lanes]; ++m)
+      if (!call.messages[m].is_send) longest = std::max(longest, call.messages[m].num_bytes);
+    if (longest > 0)
+      kernels_.launch(copy_messages_, plain_blocks(longest, group_->facts().min_multiprocessors),
+                      call, stream);
+    kernels_.launch(close_messages_, num_blocks, call, stream);
   }
 }
 

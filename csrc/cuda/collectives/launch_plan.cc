@@ -198,9 +198,9 @@ void cut(const Collective& call, KernelCall& kernel_call, std::uint64_t longest,
   plan.outputs_offset = is_update ? num_parts * plan.input_stride : 0;
 }
 
-void use_blocks(LaunchPlan& plan, std::size_t num_bytes, unsigned most) {
-  plan.num_blocks =
-      static_cast<unsigned>(std::clamp<std::size_t>(num_slices(num_bytes, kBytesOfBlock), 1, most));
+unsigned blocks_for(std::uint64_t num_bytes, unsigned most) {
+  return static_cast<unsigned>(
+      std::clamp<std::uint64_t>(num_slices(num_bytes, kBytesOfBlock), 1, most));
 }
 
 void plan_reduction(const Collective& call, int num_multiprocessors, KernelCall& kernel_call,
@@ -212,9 +212,8 @@ void plan_reduction(const Collective& call, int num_multiprocessors, KernelCall&
                                       part_of_rank(call, rank, kernel_call.world_size).num_elems);
   cut(call, kernel_call, longest, plan);
   const bool is_update = call.op == kReduceUpdateGather;
-  use_blocks(
-      plan,
-      kernel_call.num_elems * element_bytes(call.dtype) *
+  plan.num_blocks = blocks_for(
+      kernel_call.num_elems * kernel_call.input_unit *
           static_cast<std::size_t>(kernel_call.world_size),
       (is_update ? kUpdateBlocks : kPlainBlocks) * static_cast<unsigned>(num_multiprocessors));
 }
@@ -227,7 +226,7 @@ void plan_move(const Collective& call, int num_multiprocessors, KernelCall& kern
     all += kernel_call.output_bytes[rank];
   }
   cut(call, kernel_call, longest, plan);
-  use_blocks(plan, all, kPlainBlocks * static_cast<unsigned>(num_multiprocessors));
+  plan.num_blocks = plain_blocks(all, num_multiprocessors);
 }
 
 // Words of the longest part that a rank sends to another in a round.
@@ -350,8 +349,12 @@ LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param
   kernel_call.inputs[0] = static_cast<const std::byte*>(grad);
   kernel_call.outputs[0] = static_cast<std::byte*>(param);
   fill_update(call, kernel_call, plan);
-  use_blocks(plan, num_elems * element_bytes(call.dtype), 1024);
+  plan.num_blocks = blocks_for(num_elems * element_bytes(call.dtype), 1024);
   return plan;
+}
+
+unsigned plain_blocks(std::uint64_t num_bytes, int num_multiprocessors) {
+  return blocks_for(num_bytes, kPlainBlocks * static_cast<unsigned>(num_multiprocessors));
 }
 
 bool writes_inputs(const Collective& call, const KernelCall& kernel_call) {

@@ -50,6 +50,9 @@ void plan_algorithm(const CommunicatorOptions& options, const StagingLayout& lay
 /// std::invalid_argument if there is no kernel.
 LaunchPlan plan_launch(const Collective& call, int num_multiprocessors, KernelCall& kernel_call);
 
+/// The blocks of a plain kernel that moves so many bytes.
+unsigned plain_blocks(std::uint64_t num_bytes, int num_multiprocessors);
+
 /// Whether this rank's kernel writes to a buffer that a peer reads: then it is staged.
 bool writes_inputs(const Collective& call, const KernelCall& kernel_call);
 

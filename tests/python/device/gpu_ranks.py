@@ -154,9 +154,7 @@ on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _messages])
 on_one_gpu = pytest.mark.parametrize("gpus", [_real, _two_on_one])
 
 
-def in_gpu_ranks(
-    where: Any, **options: Any
-) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def in_gpu_ranks(where: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of a function that every rank runs, as ranks.in_ranks() does.
 
     Args:

@@ -50,7 +50,8 @@ def check_late_rank(rank: int, num_groups: int, timeout_s: float = 30.0) -> None
     groups = groups_in_use(num_groups, timeout_s)
     for late in range(world_size):
         # Packets for each block of any group, and calls in place.
-        tensors = [torch.full((n,), rank + 1.0, device=GPU) for n in (60_000, 600_000)] * num_groups
+        sizes = [60_000, 600_000] * num_groups
+        tensors = [torch.full((size,), rank + 1.0, device=GPU) for size in sizes]
         emugpu.synchronize()
         dist.barrier()
         if rank == late:
@@ -71,10 +72,10 @@ def test_groups_under_way_at_once_leave_room_for_a_late_rank() -> None:
     run(3, check_late_rank, 4)
 
 
-FEW = {"RINGCOMM_EMULATOR_REAL_SMS": "6", "RINGCOMM_EMULATOR_QUEUES": "0"}
+FEW = {"RINGCOMM_EMULATOR_REAL_SMS": "2", "RINGCOMM_EMULATOR_QUEUES": "0"}
 
 
-@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_SMS": "8", **FEW}, fresh=True)
+@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_SMS": "64", **FEW}, fresh=True)
 def test_on_a_gpu_with_fewer_multiprocessors_than_it_says_they_leave_none(rank: int) -> None:
     """The control of the test above: where blocks are not counted right, the late rank hangs."""
     assert "1500 ms" in caught(check_late_rank, rank, 4, 1.5)["text"]
