@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Any
 
 Point = dict[str, Any]
-CUT = "blocks × region, vectors per thread"
+CUT = "blocks, vectors per thread"
 TIMES = ("predicted, µs", "p50, µs", "p50 / predicted", "p99, µs")
 HEADINGS = ("size", "path", CUT, *TIMES, "% of a copy", "wrong")
 
@@ -34,7 +34,7 @@ def size_text(num_bytes: int) -> str:
 
 def cells(point: Point) -> list[str]:
     """A row, under HEADINGS."""
-    cut = f"{point['blocks']} × {size_text(point['region_bytes'])}" if point["blocks"] else ""
+    cut = str(point["blocks"] or "")
     cut += f", {point['held_vectors']} vectors" if point["blocks"] else ""
     measured, predicted = point["p50_us"], point["predicted_us"]
     return [

@@ -5,9 +5,11 @@
 #include <random>
 #include <sstream>
 
+#include "cuda/collectives/in_place.h"
 #include "cuda/collectives/kernels.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/collectives/staging_plan.h"
+#include "cuda/kernels/packets.h"
 #include "gpu/point.h"
 #include "gpu/rank_memory.h"
 #include "gpu/ranks.h"
@@ -23,7 +25,7 @@ namespace {
 
 constexpr std::chrono::seconds kKernelTimeout{3};
 constexpr int kLaunchesPerVisit = 5;
-// Of sweeps over blocks and regions: smaller calls use few blocks, larger ones are as these.
+// Of sweeps over blocks: smaller calls use few, larger ones are as these.
 constexpr std::size_t kMinSweptBytes = 1 << 20, kMaxSweptBytes = 64 << 20;
 constexpr double kWarmUpSeconds = 0.3;
 // Of copies that tell the rate of a GPU's memory: no cache holds them.
@@ -40,8 +42,8 @@ struct Options {
 
 constexpr const char* kUsage =
     "usage: kernel_sweep [--ranks N] [--sizes BYTES,...] [--rounds N] [--limit-s S]\n"
-    "Prints a line of JSON for each operation, type, size, path, number of blocks and size of\n"
-    "regions. Each round visits the points in another random order; there are fewer rounds where\n"
+    "Prints a line of JSON for each operation, type, size and path, and for several numbers of\n"
+    "blocks. Each round visits the points in another random order; there are fewer rounds where\n"
     "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the\n"
     "slowest rank, divided by them; predicted_us is what gpu/latency_model.h says, of a GPU that\n"
     "copies as fast as this one does (as an H200, if no copy of 64 MiB is measured); gb_per_s is\n"
@@ -60,6 +62,7 @@ class Sweep {
         options_(options),
         guard_(0),
         kernels_(cuda::Kernels::of(0)),
+        multiprocessors_(attribute(cuda::kMultiprocessorCount)),
         layouts_(make_layouts()),
         memory_(rank, page, layouts_,
                 *std::max_element(options.sizes.begin(), options.sizes.end())) {
@@ -125,43 +128,35 @@ class Sweep {
     return value;
   }
 
-  /// The plan's own cut first, then others that leave an eighth of the GPU's places free, as all
-  /// blocks of all ranks must have places at once.
+  /// The plan's own first, then with half and twice as many blocks that wait.
   std::vector<cuda::StagingLayout> make_layouts() const {
     if (attribute(cuda::kMpsEnabled) == 0)
-      throw std::runtime_error("ranks would take turns on the GPU: start MPS");
-    const int multiprocessors = attribute(cuda::kMultiprocessorCount);
-    const cuda::StagingLayout plan =
-        cuda::make_staging_layout({.world_size = page_.num_ranks,
-                                   .max_ranks_per_device = page_.num_ranks,
-                                   .min_multiprocessors = multiprocessors});
-    const int places = multiprocessors * cuda::kPlacesPerMultiprocessor;
-    const auto room = static_cast<unsigned>(places * 7 / 8 / page_.num_ranks);
-    std::vector layouts = {plan};
-    for (const unsigned num_places :
-         {plan.num_places() / 2, plan.num_places(), plan.num_places() * 3 / 2})
-      for (const std::uint32_t region_bytes : {8u << 10, 16u << 10, 32u << 10, 64u << 10}) {
-        cuda::StagingLayout cut = plan;
-        cut.num_blocks = num_places * cuda::kBlocksPerPlace;
-        cut.region_bytes = region_bytes;
-        cut.num_packet_blocks = std::min(cut.num_packet_blocks, cut.num_blocks);
-        const bool is_plan = cut.num_blocks == plan.num_blocks && region_bytes == plan.region_bytes;
-        if (num_places > 0 && num_places <= room && !is_plan) layouts.push_back(cut);
-      }
+      throw std::runtime_error("ranks that share a GPU need MPS: start it");
+    cuda::DeviceFacts facts{.world_size = page_.num_ranks,
+                            .max_ranks_per_device = page_.num_ranks,
+                            .min_multiprocessors = multiprocessors_};
+    std::vector layouts = {cuda::make_staging_layout(facts)};
+    const int planned = static_cast<int>(layouts[0].num_blocks);
+    for (const int num_blocks : {planned / 2, planned * 2}) {
+      facts.free_blocks = 2 * num_blocks;
+      const cuda::StagingLayout other = cuda::make_staging_layout(facts);
+      if (num_blocks > 0 && other.num_blocks != layouts[0].num_blocks) layouts.push_back(other);
+    }
     return layouts;
   }
 
   void add_points(std::size_t num_bytes) {
     add({.num_bytes = num_bytes, .path = Path::kCopy});
     for (const DType dtype : kTypes)
-      for (const Path path : {Path::kPackets, Path::kStaged, Path::kShared, Path::kRing})
+      for (const Path path :
+           {Path::kOneRound, Path::kTwoRounds, Path::kInPlace, Path::kStaged, Path::kRing})
         add({.dtype = dtype, .num_bytes = num_bytes, .path = path});
     for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather})
-      for (const Path path : {Path::kStaged, Path::kShared})
+      for (const Path path : {Path::kOneRound, Path::kInPlace, Path::kStaged})
         add({.op = op, .num_bytes = num_bytes, .path = path});
     if (num_bytes < kMinSweptBytes || num_bytes > kMaxSweptBytes) return;
     for (std::size_t layout = 1; layout < layouts_.size(); ++layout)
-      for (const Path path : {Path::kStaged, Path::kShared})
+      for (const Path path : {Path::kOneRound, Path::kTwoRounds})
         add({.num_bytes = num_bytes, .path = path, .layout = layout});
   }
   /// With its graph, unless the path does not take so many bytes.
@@ -170,14 +165,12 @@ class Sweep {
     point.planned = {.path = Path::kCopy,
                      .num_ranks = page_.num_ranks,
                      .num_bytes = static_cast<double>(point.num_bytes)};
-    cuda::KernelCall kernel;
-    cuda::LaunchPlan plan;
+    Prepared prepared;
     if (point.path != Path::kCopy) {
-      plan = plan_point(point, kernel);
-      if (point.path == Path::kPackets && plan.traffic.algorithm != Algorithm::kOneShot) return;
-      if (point.path == Path::kShared && kernel.lends != cuda::Lends::kYes) return;
-      point.num_blocks = plan.num_blocks;
-      point.region_bytes = layouts_[point.layout].region_bytes;
+      const Path asked = point.path;
+      prepare(point, prepared);
+      if (point.planned.path != asked) return;
+      point.num_blocks = prepared.plan.num_blocks;
     }
     Graph graph = nullptr;
     cuda::check(graphs_.begin(memory_.stream(), cuda::kCaptureRelaxed), "begin a graph");
@@ -185,44 +178,74 @@ class Sweep {
       if (point.path == Path::kCopy)
         memory_.copy(memory_.output(), memory_.input(point.dtype), point.num_bytes);
       else
-        launch(plan, kernel);
+        launch(prepared);
     }
     cuda::check(graphs_.end(memory_.stream(), &graph), "end a graph");
     cuda::check(graphs_.instantiate(&point.graph, graph, 0), "make a graph ready");
     points_.push_back(point);
   }
-  void launch(const cuda::LaunchPlan& plan, cuda::KernelCall& call) {
-    kernels_.launch(kernels_.find(plan.kernel), plan, call, memory_.stream());
+  /// A call, with the arrays that it refers to.
+  struct Prepared {
+    std::vector<const void*> inputs;
+    std::vector<void*> outputs;
+    Collective call;
+    cuda::KernelCall kernel;
+    cuda::LaunchPlan plan;
+    bool is_lent = false;
+  };
+  void launch(Prepared& of) {
+    if (of.plan.kind == cuda::LaunchKind::kPackets)
+      return kernels_.launch(kernels_.find(of.plan.kernel), of.plan.num_blocks, of.kernel,
+                             memory_.stream());
+    cuda::InPlaceLaunch launch(of.call, of.plan, of.kernel);
+    for (cuda::PeerBuffer& buffer : launch.buffers())
+      if (of.is_lent && buffer.num_bytes > 0) buffer.place = memory_.place_of(buffer.data);
+    const auto most_blocks = 4 * static_cast<unsigned>(multiprocessors_);
+    const struct {
+      const char* kernel;
+      unsigned num_blocks;
+    } steps[] = {{"ringcomm_copy_in", most_blocks},
+                 {"ringcomm_open", 1},
+                 {of.plan.kernel.c_str(), of.plan.num_blocks},
+                 {"ringcomm_close", 1},
+                 {"ringcomm_copy_out", most_blocks}};
+    launch.run([&](cuda::InPlaceLaunch::Step step, cuda::KernelCall& call) {
+      const auto& [kernel, num_blocks] = steps[static_cast<std::size_t>(step)];
+      kernels_.launch(kernels_.find(kernel), num_blocks, call, memory_.stream());
+    });
   }
 
-  /// Of which `point` notes what the model needs.
-  cuda::LaunchPlan plan_point(Point& point, cuda::KernelCall& kernel) const {
-    fill_frame(point.layout, kernel);
+  /// `point` notes what the model needs.
+  void prepare(Point& point, Prepared& of) const {
+    fill_frame(point.layout, of.kernel);
     const auto num_ranks = static_cast<std::size_t>(page_.num_ranks);
     const bool has_shares = point.op != OpKind::kAllReduce;
     const std::size_t elem_bytes = element_bytes(point.dtype);
     const std::size_t num_elems = point.num_bytes / elem_bytes / (has_shares ? num_ranks : 1);
-    std::vector<const void*> inputs(num_ranks, memory_.input(point.dtype));
-    std::vector<void*> outputs(num_ranks, memory_.output());
+    of.inputs.assign(num_ranks, memory_.input(point.dtype));
+    of.outputs.assign(num_ranks, memory_.output());
     for (std::size_t share = 0; share < num_ranks; ++share) {
       if (point.op == OpKind::kReduceScatter)
-        inputs[share] = memory_.input(point.dtype) + share * num_elems * elem_bytes;
+        of.inputs[share] = memory_.input(point.dtype) + share * num_elems * elem_bytes;
       if (point.op == OpKind::kAllGather)
-        outputs[share] = memory_.output() + share * num_elems * elem_bytes;
+        of.outputs[share] = memory_.output() + share * num_elems * elem_bytes;
     }
-    Collective call{{.num_elems = num_elems,
-                     .op = point.op,
-                     .dtype = point.dtype,
-                     .algorithm = point.path == Path::kPackets ? Algorithm::kOneShot
-                                  : point.path == Path::kRing  ? Algorithm::kRing
-                                                               : Algorithm::kTwoShot},
-                    inputs.data(),
-                    outputs.data()};
-    cuda::plan_algorithm({}, layouts_[point.layout], false, call);
-    const cuda::LaunchPlan plan = cuda::plan_launch(call, kernel);
-    if (point.path == Path::kShared) memory_.lend(call, plan, kernel);
-    point.planned = planned_call(call, point.path, point.num_bytes, kernel, plan);
-    return plan;
+    of.call = {{.num_elems = num_elems,
+                .op = point.op,
+                .dtype = point.dtype,
+                .algorithm = point.path == Path::kOneRound ? Algorithm::kOneShot
+                             : point.path == Path::kRing   ? Algorithm::kRing
+                                                           : Algorithm::kTwoShot},
+               of.inputs.data(),
+               of.outputs.data()};
+    of.is_lent = point.path == Path::kInPlace;
+    const bool has_packets = point.path == Path::kOneRound || point.path == Path::kTwoRounds;
+    if (!has_packets) of.kernel.staging.layout.packets_per_block = cuda::kHeaderPackets;
+    cuda::plan_algorithm({}, of.kernel.staging.layout, of.call);
+    of.plan = cuda::plan_launch(of.call, multiprocessors_, of.kernel);
+    of.kernel.staging.layout = layouts_[point.layout];
+    point.planned =
+        planned_call(of.call, point.path == Path::kStaged, point.num_bytes, of.kernel, of.plan);
   }
   void fill_frame(std::size_t layout, cuda::GroupFrame& frame) const {
     frame.staging.layout = layouts_[layout];
@@ -316,17 +339,14 @@ class Sweep {
     if (largest == nullptr) return LatencyModel();
     return LatencyModel::of_copy(largest->planned, largest->quantile(0.5));
   }
-  /// On which multiprocessors the blocks of each rank wait for each other. Collective.
+  /// On which multiprocessors the blocks of each rank are. Collective.
   void print_places() {
     cuda::KernelCall kernel;
     fill_frame(0, kernel);
     kernel.outputs[0] = memory_.output();
     const unsigned num_blocks = layouts_[0].num_blocks;
     page_.barrier();
-    launch({.kernel = "ringcomm_where",
-            .num_blocks = num_blocks,
-            .blocks_per_place = cuda::kBlocksPerPlace},
-           kernel);
+    kernels_.launch(kernels_.find("ringcomm_where"), num_blocks, kernel, memory_.stream());
     memory_.download(memory_.output(), num_blocks * sizeof(unsigned));
     const auto* places = reinterpret_cast<const unsigned*>(memory_.piece());
     for (int rank = 0; rank < page_.num_ranks; ++rank) {
@@ -334,7 +354,7 @@ class Sweep {
       if (rank != rank_) continue;
       std::printf(R"({"kind":"kernels","op":"where","ranks":%d,"rank":%d,)"
                   R"("multiprocessors":%d,"of_blocks":)",
-                  page_.num_ranks, rank, attribute(cuda::kMultiprocessorCount));
+                  page_.num_ranks, rank, multiprocessors_);
       for (unsigned block = 0; block < num_blocks; ++block)
         std::printf("%c%u", block == 0 ? '[' : ',', places[block]);
       std::puts("]}");
@@ -347,6 +367,7 @@ class Sweep {
   const Options& options_;
   cuda::ContextGuard guard_;
   std::add_lvalue_reference_t<decltype(cuda::Kernels::of(0))> kernels_;
+  int multiprocessors_;
   GraphApi graphs_;
   std::vector<cuda::StagingLayout> layouts_;
   RankMemory memory_;

@@ -43,10 +43,9 @@ struct Point {
   OpKind op = OpKind::kAllReduce;
   DType dtype = DType::kBFloat16;
   std::size_t num_bytes = 0;  // of the longer buffer of a rank
-  Path path = Path::kStaged;
+  Path path = Path::kCopy;
   std::size_t layout = 0;
   unsigned num_blocks = 0;
-  std::uint32_t region_bytes = 0;
   PlannedCall planned = {};
   int num_calls = 1;
   std::uint64_t num_wrong = 0;
@@ -62,8 +61,7 @@ struct Point {
   }
   std::string describe() const {
     return std::string(name_of(op)) + " " + kPathNames[static_cast<int>(path)] + " of " +
-           std::to_string(num_bytes) + " bytes, " + std::to_string(num_blocks) +
-           " blocks, regions of " + std::to_string(region_bytes);
+           std::to_string(num_bytes) + " bytes, " + std::to_string(num_blocks) + " blocks";
   }
 };
 
@@ -73,15 +71,15 @@ inline void print_line(const Point& point, double copy_us, double predicted_us,
   const double p50 = point.quantile(0.5);
   std::printf(
       R"({"kind":"kernels","op":"%s","dtype":"%s","ranks":%d,"bytes":%zu,"path":"%s","blocks":%u,)"
-      R"("region_bytes":%u,"held_vectors":%u,"is_plan":%s,"calls":%d,"samples":%zu,)"
+      R"("held_vectors":%u,"is_plan":%s,"calls":%d,"samples":%zu,)"
       R"("p50_us":%.2f,"p99_us":%.2f,"predicted_us":%.2f,"gb_per_s":%.4g,"copy_share":%.4g,"num_wrong":%llu})"
       "\n",
       point.path == Path::kCopy ? "copy" : name_of(point.op), name_of(point.dtype),
       point.planned.num_ranks, point.num_bytes, kPathNames[static_cast<int>(point.path)],
-      point.num_blocks, point.region_bytes, cuda::kHeldVectors,
-      point.layout == 0 ? "true" : "false", point.num_calls, point.us.size(), p50,
-      point.quantile(0.99), predicted_us, static_cast<double>(point.num_bytes) / p50 / 1e3,
-      copy_us * point.planned.copies() / p50, static_cast<unsigned long long>(num_wrong));
+      point.num_blocks, cuda::kHeldVectors, point.layout == 0 ? "true" : "false", point.num_calls,
+      point.us.size(), p50, point.quantile(0.99), predicted_us,
+      static_cast<double>(point.num_bytes) / p50 / 1e3, copy_us * point.planned.copies() / p50,
+      static_cast<unsigned long long>(num_wrong));
 }
 
 }  // namespace ringcomm::benchmarks

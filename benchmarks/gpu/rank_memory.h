@@ -7,7 +7,7 @@
 #include <cstring>
 #include <memory>
 
-#include "cuda/collectives/launch_plan.h"
+#include "cuda/collectives/in_place.h"
 #include "cuda/driver/device_memory.h"
 #include "gpu/ranks.h"
 #include "host/unix_socket.h"
@@ -78,16 +78,13 @@ class RankMemory {
 
   void fill_frame(std::size_t layout, cuda::GroupFrame& frame) const {
     frame.control = static_cast<cuda::Control*>(control_->device());
+    frame.bases = reinterpret_cast<std::byte* const*>(bases_->data());
     for (std::size_t peer = 0; peer < parts_.size(); ++peer)
       frame.staging.of[peer] = parts_[peer] + layout_offsets_[layout];
   }
-  /// Peers use the buffers where they are.
-  void lend(const Collective& call, const cuda::LaunchPlan& plan, cuda::KernelCall& kernel) const {
-    kernel.lent.bases = reinterpret_cast<std::byte* const*>(bases_->data());
-    const auto place_of = [&](const std::byte* buffer, std::size_t) {
-      return cuda::Lent::place(0, static_cast<std::uint64_t>(buffer - parts_[rank_]));
-    };
-    cuda::find_lent_buffers(call, plan, place_of, kernel);
+  /// Where peers have mapped a buffer.
+  cuda::Place place_of(const std::byte* buffer) const {
+    return cuda::place_in(0, static_cast<std::uint64_t>(buffer - parts_[rank_]));
   }
 
   /// On the stream.

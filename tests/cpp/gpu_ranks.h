@@ -3,19 +3,22 @@
 // Kernels of GPUs on threads: ranks, their blocks, and the blocks' threads are threads of one
 // process, on one memory, where ThreadSanitizer sees all that nothing orders.
 
+#include <algorithm>
 #include <array>
-#include <atomic>
 #include <barrier>
 #include <cstddef>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "collective_case.h"
+#include "cuda/collectives/in_place.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/collectives/staging_plan.h"
 #include "cuda/kernels/call.h"
+#include "cuda/kernels/packets.h"
 #include "emulator/kernel_registry.h"
 
 namespace ringcomm::testing {
@@ -60,16 +63,17 @@ class GpuRanks {
   GpuRanks(int world_size, const cuda::DeviceFacts& facts, unsigned num_threads,
            const CommunicatorOptions& options = {})
       : world_size_(world_size),
+        num_multiprocessors_(facts.min_multiprocessors),
         num_threads_(num_threads),
         options_(options),
         layout_(cuda::make_staging_layout(facts)),
-        turn_(world_size),
         controls_(static_cast<std::size_t>(world_size)) {
-    lent_bases_.resize(static_cast<std::size_t>((world_size + 1) * world_size));
-    // So that pieces follow each other in calls of few bytes.
-    layout_.region_bytes = 20 << 10;
-    layout_.p2p_slot_bytes = 16 << 10;
-    layout_.num_p2p_channels = 4;
+    bases_.resize(static_cast<std::size_t>(kMostBuffers * world_size));
+    // So that calls of few bytes have several words a thread, slots and pieces.
+    layout_.packets_per_block = cuda::kHeaderPackets + 2 * 140;
+    layout_.scratch_bytes = 40 << 10;
+    layout_.link_slot_bytes = 4 << 10;
+    layout_.ring_slot_bytes = 16 << 10;
     for (int rank = 0; rank < world_size; ++rank) {
       const std::size_t bytes = layout_.num_bytes();
       memory_.emplace_back(bytes + kLineBytes);
@@ -82,8 +86,8 @@ class GpuRanks {
 
   const cuda::StagingLayout& layout() const { return layout_; }
   cuda::Control& control(int rank) { return controls_[static_cast<std::size_t>(rank)]; }
-  /// Synchronizations of a rank's first block over all calls: its published phases.
-  std::uint64_t num_rounds(int rank) const { return staging_.published(rank, rank, 0).value; }
+  /// Rendezvous of a rank over all calls: its published phases.
+  std::uint64_t num_rounds(int rank) const { return staging_.published(rank, rank).value; }
   std::chrono::nanoseconds timeout = std::chrono::seconds(50);
 
   cuda::KernelCall kernel_call(int rank) {
@@ -96,83 +100,102 @@ class GpuRanks {
   /// have mapped.
   Traffic run(int rank, const Collective& call, bool lends = false) {
     cuda::KernelCall kernel = kernel_call(rank);
-    kernel.lent.bases = lent_bases_.data();
-    const cuda::LaunchPlan plan = plan_call(call, false, kernel);
-    std::uint64_t num_segments = 0;
-    cuda::find_lent_buffers(
-        call, plan,
-        [&](const std::byte* data, std::size_t) -> std::uint64_t {
-          if (!lends) return 0;
-          const std::uint64_t segment = num_segments++;
-          lent_bases_[segment * static_cast<std::size_t>(world_size_) +
-                      static_cast<std::size_t>(rank)] = const_cast<std::byte*>(data) - rank;
-          return cuda::Lent::place(segment, static_cast<std::uint64_t>(rank));
-        },
-        kernel);
-    run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
+    const cuda::LaunchPlan plan = plan_call(call, kernel);
+    switch (plan.kind) {
+      case cuda::LaunchKind::kPackets:
+        run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
+        break;
+      case cuda::LaunchKind::kShards:
+        run_shards(call, kernel, lends);
+        break;
+      default:
+        run_in_place(call, plan, kernel, lends);
+    }
     return plan.traffic;
   }
-  /// The same as ranks do that take turns: a launch for each step, between which they meet.
-  void run_in_turns(int rank, const Collective& call) {
-    cuda::KernelCall kernel = kernel_call(rank);
-    cuda::LaunchPlan plan = plan_call(call, true, kernel);
-    if (kernel.num_slices == 0) {  // ranks may know different sizes
-      raise_longest(cuda::longest_shard(kernel));
-      turn_.arrive_and_wait();
-      cuda::set_longest_shard(kernel, plan, longest_bytes_);
-    }
-    for (std::uint32_t turn = 0; turn < plan.num_turns; ++turn) {
-      kernel.first_step = kernel.last_step = turn;
-      run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
-      turn_.arrive_and_wait();
-    }
-  }
-  cuda::LaunchPlan plan_call(Collective call, bool takes_turns, cuda::KernelCall& kernel) {
+  cuda::LaunchPlan plan_call(Collective call, cuda::KernelCall& kernel) {
     call.set_number(0, world_size_);
-    cuda::plan_algorithm(options_, layout_, takes_turns, call);
-    return cuda::plan_launch(call, kernel);
+    cuda::plan_algorithm(options_, layout_, call);
+    return cuda::plan_launch(call, num_multiprocessors_, kernel);
   }
-  void exchange(int rank, const std::vector<cuda::P2pMessage>& messages) {
+  void exchange(int rank, std::vector<cuda::P2pMessage> messages, bool lends = false) {
     cuda::P2pCall call;
     fill(rank, call);
-    const cuda::LaunchPlan plan = cuda::plan_exchange(messages, 2, call);
-    run_kernel(plan.kernel, call, plan.num_blocks, num_threads_);
+    run_messages(std::move(messages), call, lends);
   }
-  void run_case(int rank, const Case& c, bool takes_turns = false, bool lends = false) {
+  void run_case(int rank, const Case& c, bool lends = false) {
     CaseBuffers buffers(c, rank, world_size_);
-    if (takes_turns)
-      run_in_turns(rank, buffers.call());
-    else
-      run(rank, buffers.call(), lends);
+    run(rank, buffers.call(), lends);
     expect(control(rank).stop == 0, "a kernel that does not fail in " + c.to_text());
     buffers.check();
     if (lends) buffers.overwrite();  // a peer that still reads them finds it
   }
 
  private:
-  // For the longest shard of any call; more turns than a call needs are harmless.
-  void raise_longest(std::uint64_t num_bytes) {
-    std::uint64_t longest = longest_bytes_;
-    while (longest < num_bytes && !longest_bytes_.compare_exchange_weak(longest, num_bytes)) {
-    }
-  }
+  static constexpr int kMostBuffers = 200;
 
   void fill(int rank, cuda::GroupFrame& call) {
     call.staging = staging_;
     call.control = &control(rank);
+    call.bases = bases_.data();
     call.timeout_ns = static_cast<std::uint64_t>(timeout.count());
     call.rank = rank;
     call.world_size = world_size_;
   }
 
+  /// As if a buffer were in an allocation of its own, in row `row`, that begins `rank` bytes
+  /// before.
+  cuda::Place map(int rank, std::uint64_t row, const std::byte* data) {
+    const auto idx = row * static_cast<std::size_t>(world_size_) + static_cast<std::size_t>(rank);
+    bases_[idx] = const_cast<std::byte*>(data) - rank;
+    return cuda::place_in(row, static_cast<std::uint64_t>(rank));
+  }
+
+  void run_in_place(const Collective& call, const cuda::LaunchPlan& plan, cuda::KernelCall& kernel,
+                    bool lends) {
+    cuda::InPlaceLaunch launch(call, plan, kernel);
+    std::uint64_t row = 0;
+    for (cuda::PeerBuffer& buffer : launch.buffers())
+      if (lends && buffer.num_bytes > 0) buffer.place = map(kernel.rank, row++, buffer.data);
+    const std::string steps[] = {"ringcomm_copy_in", "ringcomm_open", plan.kernel, "ringcomm_close",
+                                 "ringcomm_copy_out"};
+    using enum cuda::InPlaceLaunch::Step;
+    launch.run([&](cuda::InPlaceLaunch::Step step, const cuda::KernelCall& piece) {
+      const unsigned num_blocks = step == kBody ? std::min(plan.num_blocks, 3u) : 1;
+      run_kernel(steps[static_cast<std::size_t>(step)], piece, num_blocks, num_threads_);
+    });
+  }
+
+  void run_shards(const Collective& call, const cuda::KernelCall& kernel, bool lends) {
+    cuda::P2pCall messages;
+    fill(kernel.rank, messages);
+    messages.use = cuda::LinkUse::kShards;
+    messages.is_in_place = cuda::writes_inputs(call, kernel);
+    const int own = kernel.rank;
+    if (kernel.output_bytes[own] > 0 && kernel.outputs[own] != kernel.inputs[own])
+      std::memcpy(kernel.outputs[own], kernel.inputs[own], kernel.output_bytes[own]);
+    run_messages(cuda::shards_of(call, kernel), messages, lends && !messages.is_in_place);
+  }
+  void run_messages(std::vector<cuda::P2pMessage> messages, cuda::P2pCall& call, bool lends) {
+    std::uint64_t row = 0;
+    for (cuda::P2pMessage& message : messages)
+      if (lends && message.is_send && call.is_long(message))
+        message.place = map(call.rank, row++, message.data);
+    while (cuda::take_launch(messages, call)) {
+      run_kernel("ringcomm_open_messages", call, 2, num_threads_);
+      if (!call.has_long) continue;
+      run_kernel("ringcomm_copy_messages", call, 2, num_threads_);
+      run_kernel("ringcomm_close_messages", call, 2, num_threads_);
+    }
+  }
+
   int world_size_;
+  int num_multiprocessors_;
   unsigned num_threads_;
   CommunicatorOptions options_;
   cuda::StagingLayout layout_;
-  std::barrier<> turn_;
-  std::atomic<std::uint64_t> longest_bytes_ = 0;
   cuda::Staging staging_;
-  std::vector<std::byte*> lent_bases_;  // a segment for each buffer of a call; see cuda::Lent
+  std::vector<std::byte*> bases_;  // a row for each buffer of a call
   std::vector<std::vector<std::byte>> memory_;
   std::vector<cuda::Control> controls_;
 };

@@ -20,14 +20,12 @@ cuda::DeviceFacts facts_of(int world_size, int num_multiprocessors) {
   return {.world_size = world_size, .min_multiprocessors = num_multiprocessors};
 }
 
-constexpr std::uint64_t kManyBytes = 10 << 20;
-
 void run_cases(int world_size, int num_multiprocessors, unsigned num_threads,
-               const std::vector<CaseTable>& tables, bool takes_turns = false) {
+               const std::vector<CaseTable>& tables, bool lends = false) {
   GpuRanks ranks(world_size, facts_of(world_size, num_multiprocessors), num_threads);
   run_threads(world_size, [&](int rank) {
     for (const CaseTable& table : tables)
-      for (const Case& c : table.of(world_size)) ranks.run_case(rank, c, takes_turns);
+      for (const Case& c : table.of(world_size)) ranks.run_case(rank, c, lends);
   });
 }
 
@@ -99,10 +97,6 @@ TEST_CASE("kernels: any number of ranks, of vectors at once, and elements that f
                 .dtypes = {DType::kBFloat16, DType::kFloat32},
                 .reductions = {Reduction::kSum, Reduction::kAvg, Reduction::kMax},
                 .in_place = {}}});
-}
-
-TEST_CASE("kernels: ranks that take turns do a step at a time") {
-  run_cases(3, 2, 2, every_op({5, 30'000}, {false}), /*takes_turns=*/true);
 }
 
 // The first of two ranks makes `first`, and the other one `second`: both stop with the other's
@@ -226,14 +220,14 @@ TEST_CASE("kernels: a message of another size or tag is reported to the receiver
     CHECK(ranks.control(1).stop == cuda::kP2pDiffers);
     CHECK(ranks.control(1).peer == 0);
     CHECK(ranks.control(1).theirs[0] == 100);
-    CHECK(ranks.control(1).theirs[2] == static_cast<std::uint32_t>(tag));
+    CHECK(ranks.control(1).theirs[4] == static_cast<std::uint32_t>(tag));
   }
 }
 
 TEST_CASE("kernels: a batch that is too large is refused") {
   std::byte byte{};
-  const std::vector<cuda::P2pMessage> messages(129, {&byte, 1, 0, 1, true});
-  CHECK_THROWS_WITH(cuda::check_batch(messages), doctest::Contains("at most 128, got 129"));
+  const std::vector<cuda::P2pMessage> messages(97, {&byte, 1, 0, 1, true});
+  CHECK_THROWS_WITH(cuda::check_batch(messages), doctest::Contains("at most 96, got 97"));
 }
 
 // Rank 0 times out in a call and makes another one before its host could tell rank 1, which arrives
@@ -288,71 +282,31 @@ TEST_CASE("kernels: after a kernel has failed, a late peer gets no data of the r
   }
 }
 
-// Makes groups of each size on a GPU until there is no room. Together their blocks fit, and leave
-// multiprocessors for the computation of late ranks.
-TEST_CASE("kernels: any number of groups leaves room on a GPU") {
-  for (const int num_sms : {2, 8, 20, 132})
-    for (const bool is_on_one_device : {true, false})
-      for (int sharing = is_on_one_device ? 2 : 1; sharing <= 8; ++sharing) {
-        cuda::DeviceFacts facts{.world_size = is_on_one_device ? sharing : 2 * sharing,
-                                .max_ranks_per_device = sharing,
-                                .min_multiprocessors = num_sms};
-        facts.free_places = cuda::max_waiting_places(num_sms);
-        int num_waiting = 0, num_resident = 0;
-        while (const auto num_places = static_cast<int>(cuda::places_that_fit(facts))) {
-          for (int rank = 0; rank < sharing; ++rank)
-            if (cuda::reserves_places(facts, rank)) facts.free_places -= num_places;
-          num_waiting += num_places * (is_on_one_device ? sharing - 1 : sharing);
-          num_resident += num_places * sharing;
-        }
-        CHECK(facts.free_places >= 0);
-        CHECK(num_waiting < num_sms);
-        CHECK(num_resident <= num_sms * cuda::kPlacesPerMultiprocessor);
-        if (num_sms == 132 && sharing > 1) CHECK(num_waiting > num_sms / 4);
+// Makes groups of each size on a GPU until there is no room for a block of each.
+TEST_CASE("kernels: the blocks that wait of any number of groups fit a GPU") {
+  for (const int num_sms : {20, 132})
+    for (int sharing = 1; sharing <= 8; ++sharing) {
+      CAPTURE(sharing);
+      cuda::DeviceFacts facts{.world_size = std::max(2, sharing),
+                              .max_ranks_per_device = sharing,
+                              .min_multiprocessors = num_sms};
+      const int share = cuda::share_of_waiting_blocks(num_sms, sharing);
+      facts.free_blocks = share;
+      int num_taken = 0, num_groups = 0;
+      for (; facts.free_blocks >= -share; ++num_groups) {
+        const int num_blocks = cuda::waiting_blocks_of_group(facts);
+        CHECK(num_blocks >= 1);
+        facts.free_blocks -= num_blocks;
+        num_taken += num_blocks;
       }
-}
-
-TEST_CASE("kernels: blocks share places only if there is none for each, and then whole ones") {
-  GpuRanks ranks(2, facts_of(2, 40), 1);
-  const cuda::StagingLayout& layout = ranks.layout();
-  const auto check_plan = [](const cuda::LaunchPlan& plan, std::size_t num_places) {
-    CHECK(plan.blocks_per_place == (plan.num_blocks > num_places ? 2 : 1));
-    CHECK(plan.num_blocks % plan.blocks_per_place == 0);
-    CHECK(plan.num_blocks / plan.blocks_per_place <= num_places);
-  };
-  bool has_odd = false, has_paired = false;
-  for (std::size_t num_elems = 1; num_elems < 1 << 20; num_elems += num_elems / 7 + 1)
-    for (const OpKind op : {OpKind::kAllReduce, OpKind::kBroadcast}) {
-      const Case c{.op = op, .root = rooted(op) ? 0 : -1, .num_elems = num_elems};
-      CaseBuffers buffers(c, 0, 2);
-      cuda::KernelCall kernel = ranks.kernel_call(0);
-      const cuda::LaunchPlan plan = ranks.plan_call(buffers.call(), false, kernel);
-      check_plan(plan, layout.num_places());
-      CHECK(plan.num_blocks <= layout.num_blocks);
-      has_odd = has_odd || plan.num_blocks % 2 != 0;
-      has_paired = has_paired || plan.blocks_per_place == 2;
+      CHECK(num_groups >= share);
+      CHECK((num_taken - 1) * sharing <= 2 * num_sms);
     }
-  CHECK(has_odd);
-  CHECK(has_paired);
-  for (int world_size = 2; world_size <= cuda::kMaxRanks; ++world_size)
-    for (const int sharing : {1, world_size}) {
-      const cuda::StagingLayout of_group = cuda::make_staging_layout(
-          {.world_size = world_size, .max_ranks_per_device = sharing, .min_multiprocessors = 132});
-      CHECK(of_group.num_blocks % cuda::kBlocksPerPlace == 0);
-      CHECK(of_group.num_packet_blocks % cuda::kBlocksPerPlace == 0);
-      CHECK(of_group.num_packet_blocks <= of_group.num_blocks);
-    }
-  for (const unsigned num_places : {1u, 2u, 3u})
-    for (const std::uint64_t num_bytes : {std::uint64_t{0}, std::uint64_t{40'000}, kManyBytes}) {
-      cuda::P2pCall call;
-      call.staging.layout = layout;
-      const std::vector<cuda::P2pMessage> both{{nullptr, num_bytes, 0, 1, true},
-                                               {nullptr, num_bytes, 0, 1, false}};
-      const cuda::LaunchPlan plan = cuda::plan_exchange(both, num_places, call);
-      CHECK(plan.num_blocks / plan.blocks_per_place <= 2 * num_places);
-      // A place has blocks of one lane.
-      CHECK(call.blocks_per_lane % plan.blocks_per_place == 0);
-    }
+  for (const int sharing : {2, 8, 11})
+    CHECK(cuda::has_room_for_messages(
+        {.world_size = sharing, .max_ranks_per_device = sharing, .min_multiprocessors = 132}));
+  CHECK(!cuda::has_room_for_messages(
+      {.world_size = 16, .max_ranks_per_device = 16, .min_multiprocessors = 132}));
 }
 
 // Two steps of a kernel on one rank's arrays, and of the host's.
@@ -413,32 +367,23 @@ TEST_CASE("kernels: the host's abort word ends their waits") {
   CHECK(ranks.control(0).awaited_peer == 1);
 }
 
-// Pieces are of 2 MiB; slots of messages may make it some more than the 27 MiB of the rest, and
-// ends of lines.
-TEST_CASE("kernels: staging for all ranks on one device, and its part for messages") {
-  const std::size_t most_pieces[] = {4, 6, 4, 4, 4, 4, 4, 4};
-  for (int world_size = 1; world_size <= 12; ++world_size) {
-    const cuda::StagingLayout layout = cuda::make_staging_layout(
-        {.world_size = world_size, .max_ranks_per_device = world_size, .min_multiprocessors = 132});
-    const std::size_t piece = 2 << 20, num_ranks = layout.world_size;
-    const std::size_t num_pieces = (layout.num_bytes() + piece - 1) / piece;
-    cuda::StagingLayout without_p2p = layout;
-    without_p2p.p2p_slot_bytes = 0;
+TEST_CASE("kernels: staging has packets for 1 MiB in two rounds, and scratch memory as there is") {
+  constexpr std::size_t kMiB = std::size_t{1} << 20;
+  for (int world_size = 2; world_size <= cuda::kMaxRanks; ++world_size) {
     CAPTURE(world_size);
-    CHECK(layout.num_places() * num_ranks <= 264);
-    CHECK(without_p2p.num_bytes() * num_ranks <= 28u << 20);
-    CHECK(num_pieces <= (num_ranks <= 8 ? most_pieces[num_ranks - 1] : 4));
-    CHECK(layout.region_bytes >= 32 << 10);
-    CHECK(layout.region_bytes <= (num_ranks > 4 ? 64 : 32) << 10);
-    // As many channels as the first pair gets blocks for a lane.
-    const int payers = std::max(1, world_size - 1);
-    const int free = cuda::max_waiting_places(132) - payers * static_cast<int>(layout.num_places());
-    CHECK(layout.num_p2p_channels ==
-          cuda::kBlocksPerPlace * cuda::places_per_lane_that_fit(layout, free));
-    if (world_size <= 8) CHECK(layout.num_p2p_channels >= 8);
-    CHECK(layout.p2p_slot_bytes >= (world_size <= 8 ? 32 : 16) << 10);
-    MESSAGE(world_size, " ranks: ", layout.num_blocks, " blocks, ", layout.num_bytes(), " bytes, ",
-            layout.num_p2p_channels, " channels with slots of ", layout.p2p_slot_bytes);
+    cuda::DeviceFacts facts{.world_size = world_size,
+                            .max_ranks_per_device = world_size,
+                            .min_multiprocessors = 132,
+                            .free_bytes = 140'000 * kMiB};
+    const cuda::StagingLayout layout = cuda::make_staging_layout(facts);
+    const std::size_t num_packets = layout.packets_per_block - cuda::kHeaderPackets;
+    CHECK(num_packets % 2 == 0);
+    CHECK(num_packets * layout.num_blocks * layout.world_size * 8 >= 2 * kMiB - 8 * 64);
+    CHECK(layout.scratch_offset() <= 20 * kMiB);
+    CHECK(layout.scratch_bytes ==
+          std::min<std::size_t>(140'000 / 64 / layout.world_size / 2 * 2, 64) * kMiB);
+    facts.free_bytes = 0;
+    CHECK(cuda::make_staging_layout(facts).scratch_bytes == 2 * kMiB);
   }
 }
 

@@ -103,7 +103,8 @@ class HostBlock {
   }
 
   void copy(void* to, const void* from, std::size_t num_bytes) const {
-    cuda::copy_by_block(*this, to, from, num_bytes);
+    cuda::copy_by_threads(*this, static_cast<std::byte*>(to), static_cast<const std::byte*>(from),
+                          static_cast<std::uint32_t>(num_bytes));
   }
 
   SpinBudget budget() const { return {}; }

@@ -30,7 +30,7 @@ void run_calls(int world_size, const Case& c, bool lends = false) {
     for (int call = 0; call < kNumCalls; ++call) {
       Case again = c;
       again.salt = c.salt + static_cast<std::uint32_t>(call);
-      ranks.run_case(rank, again, false, lends);
+      ranks.run_case(rank, again, lends);
     }
   });
 }
@@ -40,23 +40,30 @@ TEST_CASE("memory: one_shot") {
   run_calls(3, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kOneShot, .num_elems = 77});
 }
 
-TEST_CASE("memory: two_shot") {
-  run_calls(2, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 30'001});
-  run_calls(3, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 20'001});
+TEST_CASE("memory: two_rounds") {
+  run_calls(2, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 701});
+  run_calls(3, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 333});
 }
 
-TEST_CASE("memory: two_shot in lent buffers") {
-  run_calls(2, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 60'001},
+TEST_CASE("memory: reduce_packets") {
+  run_calls(3, {.op = OpKind::kReduceScatter, .dtype = DType::kBFloat16, .num_elems = 301});
+}
+
+TEST_CASE("memory: move_packets") {
+  run_calls(3, {.op = OpKind::kAllGather, .dtype = DType::kByte, .num_elems = 501});
+}
+
+TEST_CASE("memory: in place") {
+  for (const bool lends : {false, true})
+    run_calls(2, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 40'001},
+              lends);
+  run_calls(3, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 20'001},
             true);
 }
 
-TEST_CASE("memory: reduce_scatter") {
-  run_calls(2, {.op = OpKind::kReduceScatter, .dtype = DType::kBFloat16, .num_elems = 15'001});
-}
-
-TEST_CASE("memory: reduce_scatter in lent buffers") {
-  run_calls(2, {.op = OpKind::kReduceScatter, .dtype = DType::kBFloat16, .num_elems = 60'001},
-            true);
+TEST_CASE("memory: move in place") {
+  for (const bool lends : {false, true})
+    run_calls(3, {.op = OpKind::kAllGather, .dtype = DType::kByte, .num_elems = 50'001}, lends);
 }
 
 TEST_CASE("memory: ring") {
@@ -64,28 +71,18 @@ TEST_CASE("memory: ring") {
   run_calls(3, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kRing, .num_elems = 160'001});
 }
 
-TEST_CASE("memory: move_same") {
-  run_calls(3, {.op = OpKind::kAllGather, .dtype = DType::kByte, .num_elems = 50'001});
-}
-
-TEST_CASE("memory: move_same in lent buffers") {
-  run_calls(2, {.op = OpKind::kAllGather, .dtype = DType::kByte, .num_elems = 90'001}, true);
-}
-
-TEST_CASE("memory: move") {
-  run_calls(3, {.op = OpKind::kAllToAll, .dtype = DType::kByte, .num_elems = 60'001});
-}
-
-TEST_CASE("memory: move in lent buffers") {
-  run_calls(2, {.op = OpKind::kAllToAll, .dtype = DType::kByte, .num_elems = 90'001}, true);
+TEST_CASE("memory: shards") {
+  for (const bool lends : {false, true})
+    run_calls(3, {.op = OpKind::kAllToAll, .dtype = DType::kByte, .num_elems = 30'001}, lends);
 }
 
 TEST_CASE("memory: exchange") {
-  constexpr std::size_t kBytes = 400'001;  // several times the slots of all channels
+  constexpr std::size_t kBytes = 60'001;  // several times the slots of a link
   GpuRanks ranks(2, {.world_size = 2, .min_multiprocessors = 4}, 1);
   ranks.timeout = timeout();
   run_threads(2, [&](int rank) {
-    for (int call = 0; call < kNumCalls; ++call) {
+    for (int call = 0; call < 2 * kNumCalls; ++call) {
+      const bool lends = call % 2 == 0;
       std::vector<std::byte> sent(kBytes), received(kBytes), expected(kBytes);
       for (std::size_t i = 0; i < kBytes; ++i) {
         const auto byte_of = [&](int from) {
@@ -96,7 +93,8 @@ TEST_CASE("memory: exchange") {
       }
       const auto peer = static_cast<std::int16_t>(1 - rank);
       ranks.exchange(
-          rank, {{sent.data(), kBytes, 0, peer, true}, {received.data(), kBytes, 0, peer, false}});
+          rank, {{sent.data(), kBytes, 0, peer, true}, {received.data(), kBytes, 0, peer, false}},
+          lends);
       expect(ranks.control(rank).stop == 0, "a kernel that does not fail");
       expect(received == expected, "the peer's message");
     }

@@ -14,7 +14,7 @@ using namespace ringcomm::testing;
 void run_cases(int world_size, const std::vector<Case>& cases, bool lends) {
   GpuRanks ranks(world_size, {.world_size = world_size, .min_multiprocessors = 2}, 1);
   run_threads(world_size, [&](int rank) {
-    for (const Case& c : cases) ranks.run_case(rank, c, false, lends);
+    for (const Case& c : cases) ranks.run_case(rank, c, lends);
   });
 }
 
@@ -50,7 +50,7 @@ TEST_CASE("ptx: sums and maxima of bfloat16 by every algorithm, and of integers"
   }
 }
 
-TEST_CASE("ptx: moves and reduce_scatter, staged and in lent buffers") {
+TEST_CASE("ptx: moves and reduce_scatter, staged and in place") {
   for (const bool lends : {false, true}) {
     std::vector<Case> cases;
     std::uint32_t salt = 0;

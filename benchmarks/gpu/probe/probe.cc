@@ -14,7 +14,6 @@ namespace {
 constexpr Question kQuestions[] = {
     {"open-twice", open_twice},
     {"by-descriptor", descriptors},
-    {"file-locks", file_locks},
     {"attribute-cost", attribute_cost},
     {"multiprocessors", multiprocessors},
     {"clusters", clusters},

@@ -44,37 +44,4 @@ inline void attribute_cost(Side& side, Gpu& gpu) {
   });
 }
 
-/// Locks of open files in /dev/shm, which count the places of blocks on a GPU.
-inline void file_locks(Side& side, Gpu&) {
-  const std::string path = "/dev/shm/ringcomm-probe-" + std::to_string(::getppid());
-  struct flock lock = {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_len = 1;
-  const auto try_lock = [&](const host::UniqueFd& file) {
-    return ::fcntl(file.get(), F_OFD_SETLK, &lock) == 0 ? 0 : errno;
-  };
-  if (side.exports()) {
-    host::UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-    side.page.numbers[0] = static_cast<std::uint64_t>(try_lock(file));
-    side.meet();
-    side.meet();
-    ::unlink(path.c_str());
-    file.reset();
-    return side.meet();
-  }
-  side.meet();
-  const host::UniqueFd file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  const auto first = static_cast<int>(side.page.numbers[0]);
-  const int held = try_lock(file);
-  side.meet();
-  side.meet();
-  const int freed = try_lock(file);
-  if (first == 0 && held == EAGAIN && freed == 0)
-    side.answer("exclude other processes until the file is closed");
-  else
-    side.answer("errors " + std::to_string(first) + ", " + std::to_string(held) + ", " +
-                std::to_string(freed) + " instead of 0, " + std::to_string(EAGAIN) + ", 0");
-}
-
 }  // namespace ringcomm::probe

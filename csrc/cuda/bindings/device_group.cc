@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
-#include <set>
 #include <thread>
 
 #include "bindings/python_errors.h"
@@ -291,7 +290,6 @@ void DeviceGroup::ending_on_failure(c10::function_ref<std::string()> what,
 void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
                       const cuda::StreamPlace& place, const std::function<void()>& finish) {
   const std::shared_ptr<Communicator> engine = communicator();
-  transport.check_collective(place);
   engine->issue(call);
   if (world_size_ > 1 &&
       !transport.finds_mismatches()) {  // before a refusal: others may not refuse
@@ -392,8 +390,6 @@ WorkPtr DeviceGroup::start(c10::Device device, const CallInfo& info, std::vector
                       });
 }
 
-// A rank without room for a peer's messages and that peer both refuse them. Messages with other
-// ranks are sent, because those ranks may already wait for them.
 WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, Tensors results) {
   Tensors inputs, kept;
   std::vector<cuda::P2pMessage> messages;
@@ -407,46 +403,30 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
                         .is_send = is_send});
     take_tensors(item, kept, inputs);
   }
-  std::set<int> refused;
-  const auto is_refused = [&](const auto& message) { return refused.contains(message.peer); };
   const auto post = [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
-    for (const cuda::P2pMessage& message : messages)
-      if (!transport.has_room_for_messages(message.peer)) refused.insert(message.peer);
-    std::erase_if(messages, is_refused);
     for (const cuda::P2pMessage& message : messages)
       recorded_.push_back(communicator()->record_on_device(
           {.seq = static_cast<std::uint64_t>(message.tag),
            .num_bytes = message.num_bytes,
            .peer = message.peer,
            .op = message.is_send ? OpKind::kSend : OpKind::kRecv}));
-    if (!messages.empty()) transport.exchange(messages, place);
-    bool is_last = !messages.empty();
+    transport.exchange(messages, place);
+    bool is_last = true;
     for (const DeviceMessage& call : calls) {
-      if (!call.item.finish || is_refused(call.info)) continue;
+      if (!call.item.finish) continue;
       call.item.finish();
       is_last = false;
     }
     return is_last;
   };
-  auto work = enqueue_work(*calls[0].info.device, info, inputs, std::move(kept), std::move(results),
-                           [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
-                             transport.check_messages(messages);
-                             bool is_last = false;
-                             ending_on_failure([] { return "sends and receives"; },
-                                               [&] { is_last = post(transport, place); });
-                             return is_last;
-                           });
-  if (refused.empty()) return work;
-  work->wait();
-  std::string names;
-  for (const int peer : refused)
-    names += (names.empty() ? "rank " : ", rank ") + std::to_string(peer);
-  C10_THROW_ERROR(
-      ValueError,
-      c10::str(
-          "ringcomm: the GPU has no room left for kernels that wait for messages of ", names,
-          "; use all_to_all, or destroy groups that are no longer used and make this one again",
-          messages.empty() ? "" : " (messages with other ranks were exchanged)"));
+  return enqueue_work(*calls[0].info.device, info, inputs, std::move(kept), std::move(results),
+                      [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
+                        transport.check_messages(messages);
+                        bool is_last = false;
+                        ending_on_failure([] { return "sends and receives"; },
+                                          [&] { is_last = post(transport, place); });
+                        return is_last;
+                      });
 }
 
 }  // namespace ringcomm

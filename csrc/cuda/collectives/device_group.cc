@@ -1,17 +1,13 @@
 #include "cuda/collectives/device_group.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
-#include <limits>
 #include <new>
 #include <optional>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "core/errors.h"
@@ -69,25 +65,6 @@ int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   return value;
 }
 
-// Of a pair of ranks; the places are added to the last.
-constexpr std::uint32_t kUndecided = 0, kDeciding = 1, kDecided = 2;
-constexpr std::chrono::microseconds kPoll{20};
-
-bool reserve_in_all(const std::vector<std::unique_ptr<BlockReservation>>& reservations,
-                    unsigned num_places) {
-  for (const auto& reservation : reservations) {
-    if (reservation->reserve(static_cast<int>(num_places))) continue;
-    for (const auto& taken : reservations) taken->release_all();
-    return false;
-  }
-  return true;
-}
-
-constexpr const char* kNoMps = "start MPS (nvidia-cuda-mps-control -d) before the ranks";
-constexpr const char* kNoRoom =
-    "other groups use all of the GPU's room for kernels that wait for other ranks: destroy groups "
-    "that are no longer used, or use this one first";
-
 // A rank's record of its part of a segment.
 struct Part {
   RecordText<160> offer_key;
@@ -114,7 +91,7 @@ std::unique_ptr<DeviceMemory> map_part(DeviceOrdinal device, int peer, const Ran
 
 Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
                  const std::vector<RankPlace>& places, std::size_t num_bytes,
-                 MappedHostMemory& word)
+                 std::size_t zeroed_bytes, MappedHostMemory& word)
     : parts_(places.size()) {
   std::optional<Offer> offer;  // until all have mapped it
   auto& own = parts_[static_cast<std::size_t>(exchange.rank())];
@@ -136,9 +113,9 @@ Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
               parts_[idx] = map_part(device, peer, places[idx], all[idx], word);
           }
         }));
-  // Zeroed, including the signatures, before any rank uses it.
+  // Before any rank uses it. The signature is in what is zeroed.
   agree(exchange, attempt([&] {
-          copy_and_wait(own->data(), nullptr, own->num_bytes(), "clear memory of the GPU");
+          copy_and_wait(own->data(), nullptr, zeroed_bytes, "clear memory of the GPU");
         }));
 }
 
@@ -150,11 +127,11 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
   find_places();
   check_problems(places_);
   read_facts();
-  reserve_places();
   staging_.layout = make_staging_layout(facts_);
+  waiting_blocks_.emplace(WaitingBlocks::of(device_), static_cast<int>(staging_.layout.num_blocks));
   share_host_memory();
   segment_ = std::make_unique<Segment>(exchange_, device_, places_, staging_.layout.num_bytes(),
-                                       *words_for_copies_);
+                                       staging_.layout.scratch_offset(), *words_for_copies_);
   for (int rank = 0; rank < exchange.world_size(); ++rank) staging_.of[rank] = segment_->of(rank);
   description_ = describe();
 }
@@ -166,14 +143,8 @@ std::string DeviceGroup::describe() const {
   std::snprintf(megabytes, sizeof megabytes, "%.1f",
                 static_cast<double>(staging_.layout.num_bytes()) / (1 << 20));
   return "cuda_ipc by file descriptors: " + std::to_string(facts_.max_ranks_per_device) +
-         " ranks on a GPU" +
-         (facts_.takes_turns
-              ? (why_turns_ == kNoMps ? ", taking turns (no MPS)" : ", taking turns (no room)")
-          : facts_.max_ranks_per_device > 1 ? ", side by side"
-                                            : "") +
-         ", " + std::to_string(staging_.layout.num_blocks) + " blocks" +
-         (reservation_->is_shared() ? "" : " (not counted with other groups': no file locks)") +
-         ", " + megabytes + " MiB of staging each" +
+         " ranks on a GPU, " + std::to_string(staging_.layout.num_blocks) + " blocks that wait, " +
+         megabytes + " MiB of staging each" +
          (has_few_queues ? std::string(", ") + kFewQueues : "");
 }
 
@@ -192,9 +163,9 @@ void DeviceGroup::find_places() {
         attribute_of(device_, kHandleTypePosixFdSupported) == 0)
       throw std::runtime_error("the GPU does not share memory by file descriptors");
     Kernels::of(device_);  // a device that cannot run them is found out before any memory is shared
-    reservation_ = std::make_unique<BlockReservation>(mine.device,
-                                                      max_waiting_places(mine.num_multiprocessors));
-    mine.free_places = reservation_->num_free();
+    std::size_t free_bytes = 0, all_bytes = 0;
+    check(driver().mem_get_info(&free_bytes, &all_bytes), "ask the GPU for its free memory");
+    mine.free_bytes = free_bytes;
   });
   places_ = exchange_.all_gather(mine);
 }
@@ -212,36 +183,25 @@ void DeviceGroup::read_facts() {
     for (const RankPlace& other : places_) {
       if (other.device != place.device) continue;
       ++sharing;
-      // Processes whose contexts the driver gives the GPU in turns.
+      // The driver gives the GPU to processes in turns, so a kernel that waits for another's may
+      // never see it run.
       if (other.process != place.process && !(place.has_mps && other.has_mps))
-        facts_.takes_turns = true;
+        throw Unavailable(
+            "processes that share a GPU need MPS: start it (nvidia-cuda-mps-control -d) before the "
+            "ranks");
     }
     facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
-    facts_.free_places = std::min(facts_.free_places, place.free_places);
+    facts_.free_bytes = std::min(facts_.free_bytes, place.free_bytes);
   }
-  if (facts_.takes_turns) why_turns_ = kNoMps;
-}
-
-// Another group may reserve places after this rank has counted them. All ranks then try again with
-// half as many. Without any, no kernel of the group ever waits.
-void DeviceGroup::reserve_places() {
-  while (!facts_.takes_turns) {
-    const unsigned num_places = places_that_fit(facts_);
-    if (num_places == 0) {
-      facts_.takes_turns = true;
-      why_turns_ = kNoRoom;
-      return;
-    }
-    bool has_reserved = true;
-    agree(exchange_, attempt([&] {
-            if (cuda::reserves_places(facts_, exchange_.rank()))
-              has_reserved = reservation_->reserve(static_cast<int>(num_places));
-          }));
-    const std::vector<std::uint8_t> all = exchange_.all_gather(std::uint8_t{has_reserved});
-    if (std::find(all.begin(), all.end(), 0) == all.end()) return;
-    agree(exchange_, attempt([&] { reservation_->release_all(); }));  // before any looks for others
-    facts_.free_places = std::min(facts_.free_places, reservation_->capacity()) / 2;
-  }
+  // All ranks take as many blocks as the one that has the fewest left.
+  const int share =
+      share_of_waiting_blocks(facts_.min_multiprocessors, facts_.max_ranks_per_device);
+  for (const int left : exchange_.all_gather(WaitingBlocks::of(device_).left(share)))
+    facts_.free_blocks = std::min(facts_.free_blocks, left);
+  if (facts_.free_blocks < -share)
+    throw Unavailable(
+        "other groups use all of the GPU's room for kernels that wait for other ranks: destroy "
+        "groups that are no longer used, or use this one first");
 }
 
 // Rank 0 makes it; each rank has a control block of its own besides.
@@ -268,49 +228,6 @@ void DeviceGroup::share_host_memory() {
       host_memory_ = host::SharedMemory::of_peer(fd.get());
     });
   agree(exchange_, mine.problem);  // all have it, before it is offered no longer
-}
-
-unsigned DeviceGroup::places_of_messages(int peer, const LookAtPeer& look) {
-  const auto [lower, higher] = std::minmax({exchange_.rank(), peer});
-  std::atomic<std::uint32_t>& word = words().pair_places[lower][higher];
-  std::uint32_t seen = kUndecided;
-  if (word.compare_exchange_strong(seen, kDeciding)) {
-    unsigned num_places = 0;
-    try {
-      num_places = reserve_for_messages(peer);
-    } catch (...) {
-      word = kDecided;
-      throw;
-    }
-    word = kDecided + num_places;
-    return num_places;
-  }
-  for (; seen == kDeciding; seen = word) {
-    look([&] { return word != kDeciding; });
-    std::this_thread::sleep_for(kPoll);
-  }
-  return seen - kDecided;
-}
-
-unsigned DeviceGroup::reserve_for_messages(int peer) {
-  const RankPlace& own = places_[static_cast<std::size_t>(exchange_.rank())];
-  const RankPlace& theirs = places_[static_cast<std::size_t>(peer)];
-  std::vector<std::unique_ptr<BlockReservation>> reservations;
-  int num_free = std::numeric_limits<int>::max();
-  for (const RankPlace* place : {&own, &theirs}) {
-    if (place == &theirs && theirs.device == own.device) break;
-    reservations.push_back(std::make_unique<BlockReservation>(
-        place->device, max_waiting_places(place->num_multiprocessors)));
-    num_free = std::min(num_free, reservations.back()->num_free());
-  }
-  // Free places may be held for a moment by another rank's attempt to reserve more.
-  for (unsigned num_places = std::max(1u, places_per_lane_that_fit(staging_.layout, num_free));
-       num_places > 0; num_places /= 2) {
-    if (!reserve_in_all(reservations, 2 * num_places)) continue;
-    std::ranges::move(reservations, std::back_inserter(message_reservations_));
-    return num_places;
-  }
-  return 0;
 }
 
 }  // namespace ringcomm::cuda

@@ -34,12 +34,7 @@ class DeviceTransport {
   virtual void plan(Collective& call) const = 0;
 
   /// Throw std::invalid_argument for what cannot be enqueued; the group goes on then.
-  virtual void check_collective(const StreamPlace&) const {}
   virtual void check_messages(const std::vector<P2pMessage>&) const {}
-  /// Whether messages with `peer` can be enqueued: the same on both ranks, for the group's life.
-  /// Throws Error.
-  virtual bool has_room_for_messages(int) { return true; }
-
   /// The limit of the waits of later calls, but not of those that a graph has captured.
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
 

@@ -15,14 +15,9 @@ std::uint64_t two_words(const std::uint32_t* words) {
   return words[0] | std::uint64_t{words[1]} << 32;
 }
 
-std::string describe_sizes(const std::uint32_t* words) {
-  return size_difference(static_cast<int>(words[0]), two_words(words + 2),
-                         static_cast<int>(words[1]), two_words(words + 4));
-}
-
 std::string describe_message(const std::uint32_t* words) {
   return "the received message has " + std::to_string(two_words(words)) + " bytes and tag " +
-         std::to_string(static_cast<std::int32_t>(words[2])) +
+         std::to_string(static_cast<std::int32_t>(words[4])) +
          "; messages between GPUs are received in the order in which they were sent";
 }
 
@@ -113,9 +108,11 @@ void DeviceWatch::look_at_record() {
   CallHeader theirs = from_words(control_.theirs);
   theirs.seq = control_.launch;
   const std::string difference =
-      stop == kMismatch      ? describe_difference(peer, theirs, activity.op)
-      : stop == kSizesDiffer ? describe_sizes(control_.theirs)
-      : stop == kP2pDiffers  ? describe_message(control_.theirs)
+      stop == kMismatch ? describe_difference(peer, theirs, activity.op)
+      : stop == kShardDiffers
+          ? size_difference(peer, two_words(control_.theirs), communicator_.rank(),
+                            two_words(control_.theirs + 2))
+      : stop == kP2pDiffers ? describe_message(control_.theirs)
       : stop == kOverlap
           ? "two calls of this group ran at the same time on rank " + std::to_string(peer) +
                 ": a replayed graph is not ordered with calls on another stream; use "

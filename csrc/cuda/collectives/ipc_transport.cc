@@ -1,17 +1,15 @@
 #include "cuda/collectives/ipc_transport.h"
 
 #include <algorithm>
-#include <limits>
 #include <set>
 #include <stdexcept>
-#include <thread>
 
 #include "collectives/call.h"
 
 namespace ringcomm::cuda {
 
-constexpr std::chrono::microseconds kTurnPoll{20};
 constexpr std::size_t kMostPlans = 16;
+constexpr std::uint64_t kAnyCall = ~std::uint64_t{0}, kAnySize = kAnyCall / 2;
 
 std::unique_ptr<IpcTransport> IpcTransport::make(Communicator& communicator, DeviceOrdinal device,
                                                  const WaitLimits& limits,
@@ -29,6 +27,13 @@ IpcTransport::IpcTransport(Communicator& communicator, DeviceOrdinal device,
       exchange_(communicator, limits_),
       group_(std::make_unique<DeviceGroup>(exchange_, device)),
       kernels_(Kernels::of(device)),
+      copy_in_(kernels_.find("ringcomm_copy_in")),
+      open_(kernels_.find("ringcomm_open")),
+      close_(kernels_.find("ringcomm_close")),
+      copy_out_(kernels_.find("ringcomm_copy_out")),
+      open_messages_(kernels_.find("ringcomm_open_messages")),
+      copy_messages_(kernels_.find("ringcomm_copy_messages")),
+      close_messages_(kernels_.find("ringcomm_close_messages")),
       events_(EventPool::of(device)),
       running_(RunningKernels::of(device)),
       allocations_(exchange_, *group_),
@@ -51,13 +56,14 @@ IpcTransport::~IpcTransport() {
 }
 
 void IpcTransport::plan(Collective& call) const {
-  plan_algorithm(communicator_.options(), group_->staging().layout, group_->takes_turns(), call);
+  plan_algorithm(communicator_.options(), group_->staging().layout, call);
 }
 
 GroupFrame IpcTransport::frame() const {
   GroupFrame frame;
   frame.staging = group_->staging();
   frame.control = group_->control_on_device();
+  frame.bases = allocations_.bases();
   frame.timeout_ns = static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(limits_.timeout).count());
   frame.rank = communicator_.rank();
@@ -65,27 +71,16 @@ GroupFrame IpcTransport::frame() const {
   return frame;
 }
 
-void IpcTransport::refuse_turns(const char* what) const {
-  if (group_->takes_turns()) throw std::invalid_argument(what + group_->why_turns());
-}
-
-void IpcTransport::check_collective(const StreamPlace& place) const {
-  if (place.capture == 0) return;
-  refuse_turns(
-      "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, because each "
-      "call synchronizes their hosts; ");
-}
-
 void IpcTransport::check_messages(const std::vector<P2pMessage>& messages) const {
-  refuse_turns("ranks that take turns on a GPU cannot send and receive there; ");
+  if (!has_room_for_messages(group_->facts()))
+    throw std::invalid_argument(
+        "the GPU has no room for kernels that wait for messages of so many ranks; use all_to_all, "
+        "or a group of fewer ranks on a GPU");
   check_batch(messages);
 }
 
 bool IpcTransport::map(const void* data, std::size_t num_bytes) {
   communicator_.failure().rethrow_if_any();
-  refuse_turns(
-      "ranks that take turns on a GPU cannot use each other's buffers; use torch.empty instead: "
-      "calls on it are staged; ");
   const ContextGuard guard(group_->device());
   const RelaxedCapture relaxed;
   // As in follow_peers(); the next calls map it.
@@ -94,12 +89,11 @@ bool IpcTransport::map(const void* data, std::size_t num_bytes) {
   return allocations_.map_now(static_cast<const std::byte*>(data), num_bytes, num_calls_);
 }
 
-// A program repeats its all_reduces with the same sizes, which differ in their buffers only and are
-// planned once. Other calls are planned each time, because their plans contain the buffers of all
-// ranks or the values of an optimizer step.
+// A program repeats its small all_reduces with the same sizes, which differ in their buffers only
+// and are planned once. Other calls are planned each time, because their plans contain the buffers
+// of all ranks or the values of an optimizer step.
 PlannedCall& IpcTransport::plan_call(const Collective& call, const HeaderWords& words) {
-  const bool is_kept = call.op == OpKind::kAllReduce;
-  if (const auto found = plans_.find(words); is_kept && found != plans_.end()) {
+  if (const auto found = plans_.find(words); found != plans_.end()) {
     found->second.call.inputs[0] = static_cast<const std::byte*>(call.inputs[0]);
     found->second.call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
     found->second.call.timeout_ns = frame().timeout_ns;
@@ -107,9 +101,10 @@ PlannedCall& IpcTransport::plan_call(const Collective& call, const HeaderWords& 
   }
   PlannedCall planned;
   static_cast<GroupFrame&>(planned.call) = frame();
-  planned.plan = plan_launch(call, planned.call);
+  planned.plan = plan_launch(call, group_->facts().min_multiprocessors, planned.call);
   planned.kernel = kernels_.find(planned.plan.kernel);
-  if (!is_kept) return other_plan_ = std::move(planned);
+  if (call.op != OpKind::kAllReduce || planned.plan.kind != LaunchKind::kPackets)
+    return other_plan_ = std::move(planned);
   if (plans_.size() >= kMostPlans) plans_.clear();
   return plans_[words] = std::move(planned);
 }
@@ -125,8 +120,6 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
   PlannedCall& planned = plan_call(call, words);
   follow_peers();
   Traffic traffic = planned.plan.traffic;
-  if (allocations_.find_buffers(call, planned.plan, num_calls_++, planned.call))
-    ++(planned.call.lends == Lends::kYes ? traffic.num_in_place : traffic.num_staged);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
@@ -136,15 +129,41 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
     record_capture();
   }
   const auto launching = running_.launching();
-  if (group_->takes_turns())
-    launch_in_turns(planned, place.stream);
+  if (planned.plan.kind == LaunchKind::kPackets)
+    kernels_.launch(planned.kernel, planned.plan.num_blocks, planned.call, place.stream);
+  else if (planned.plan.kind == LaunchKind::kShards)
+    launch_shards(call, planned, place.stream);
   else
-    kernels_.launch(planned.kernel, planned.plan, planned.call, place.stream);
+    launch_in_place(call, planned, traffic, place.stream);
+  ++num_calls_;
   last_end_ = events_.record(place.stream);
   collectives_.remember(last_end_, place);
   if (place.capture == 0) running_.remember(this, RunningKernels::kCollective, last_end_);
   watch_.record_launch();
   return traffic;
+}
+
+// ---- large calls
+
+void IpcTransport::launch_in_place(const Collective& call, PlannedCall& planned, Traffic& traffic,
+                                   StreamHandle stream) {
+  InPlaceLaunch launch(call, planned.plan, planned.call);
+  allocations_.find_places(num_calls_, launch.buffers());
+  if (planned.plan.kind == LaunchKind::kInPlace)
+    ++(launch.is_staged() ? traffic.num_staged : traffic.num_in_place);
+  const unsigned most_blocks = plain_blocks(kAnySize, group_->facts().min_multiprocessors);
+  const struct {
+    Function kernel;
+    unsigned num_blocks;
+  } steps[] = {{copy_in_, most_blocks},
+               {open_, 1},
+               {planned.kernel, planned.plan.num_blocks},
+               {close_, 1},
+               {copy_out_, most_blocks}};
+  launch.run([&](InPlaceLaunch::Step step, KernelCall& kernel_call) {
+    const auto& [kernel, num_blocks] = steps[static_cast<std::size_t>(step)];
+    kernels_.launch(kernel, num_blocks, kernel_call, stream);
+  });
 }
 
 // Replays are not counted, and another rank may make the same calls eagerly.
@@ -162,78 +181,62 @@ void IpcTransport::follow_peers() {
   if (running_.are_messages_over()) allocations_.follow(num_calls_, running_.is_over_but_of(this));
 }
 
-// ---- ranks that take turns
-
-void IpcTransport::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
-  const RelaxedCapture relaxed;  // another stream may be captured
-  KernelCall& call = planned.call;
-  if (call.num_slices == 0)  // ranks may know different sizes
-    set_longest_shard(call, planned.plan, meet(longest_shard(call)));
-  for (std::uint32_t turn = 0; turn < planned.plan.num_turns; ++turn) {
-    call.first_step = call.last_step = turn;
-    kernels_.launch(planned.kernel, planned.plan, call, stream);
-    check(driver().stream_synchronize(stream), "wait for the GPU");
-    meet(0);
-  }
-}
-
-// Waits for the hosts of all ranks. Returns the largest value of any.
-std::uint64_t IpcTransport::meet(std::uint64_t value) {
-  GroupWords& words = group_->words();
-  GroupWords::OfRank& mine = words.ranks[communicator_.rank()];
-  const std::uint64_t turn = mine.num_turns + 1;
-  mine.turn_values[turn % 2] = value;
-  mine.num_turns = turn;
-  const auto deadline = deadline_after(limits_.timeout);
-  for (int peer = 0; peer < communicator_.world_size(); ++peer) {
-    const GroupWords::OfRank& theirs = words.ranks[peer];
-    const auto has_come = [&] { return theirs.num_turns >= turn; };
-    while (!has_come()) {
-      look_at_peer(peer, deadline, has_come);
-      std::this_thread::sleep_for(kTurnPoll);
-    }
-    value = std::max(value, theirs.turn_values[turn % 2]);
-  }
-  return value;
-}
-
-// Throws if the rank that this host waits for cannot arrive. A rank may arrive and then leave, so
-// whether it has is read after its state.
-void IpcTransport::look_at_peer(int peer, RunningClock::time_point deadline,
-                                const std::function<bool()>& has_come) {
-  communicator_.failure().rethrow_if_any();
-  const WaitStatus state = communicator_.group_state()->state_of(peer);
-  const bool is_late = RunningClock::now() >= deadline;
-  if ((state != WaitStatus::kNone || is_late) && !has_come())
-    communicator_.failure().raise_stopped(state != WaitStatus::kNone ? state : WaitStatus::kTimeout,
-                                          peer, watch_.last_activity());
-}
-
 // ---- messages
 
-unsigned IpcTransport::places_of_messages(int peer) {
-  const auto deadline = deadline_after(limits_.timeout);
-  return group_->places_of_messages(
-      peer, [&](const std::function<bool()>& has_come) { look_at_peer(peer, deadline, has_come); });
+void IpcTransport::launch_messages(std::vector<P2pMessage> messages, P2pCall& call,
+                                   StreamHandle stream) {
+  std::vector<PeerBuffer> buffers;
+  for (const P2pMessage& message : messages)
+    buffers.push_back({message.data, message.is_send && call.is_long(message) && !call.is_in_place
+                                         ? message.num_bytes
+                                         : 0});
+  // No message of a peer was under way when that mapped an allocation, so its kernels that read a
+  // message are launched later.
+  allocations_.find_places(call.use == LinkUse::kShards ? num_calls_ : kAnyCall, buffers);
+  for (std::size_t i = 0; i < messages.size(); ++i) messages[i].place = buffers[i].place;
+  const StagingLayout& layout = call.staging.layout;
+  while (take_launch(messages, call)) {
+    const unsigned num_blocks = std::min((call.num_lanes + 1) / 2, layout.num_blocks);
+    kernels_.launch(open_messages_, num_blocks, call, stream);
+    if (!call.has_long) continue;
+    std::uint64_t longest = 0;
+    for (unsigned m = 0; m < call.first_of_lane[call.num_lanes]; ++m)
+      if (!call.messages[m].is_send) longest = std::max(longest, call.messages[m].num_bytes);
+    if (longest > 0)
+      kernels_.launch(copy_messages_, plain_blocks(longest, group_->facts().min_multiprocessors),
+                      call, stream);
+    kernels_.launch(close_messages_, num_blocks, call, stream);
+  }
 }
 
-bool IpcTransport::has_room_for_messages(int peer) { return places_of_messages(peer) > 0; }
+void IpcTransport::launch_shards(const Collective& call, const PlannedCall& planned,
+                                 StreamHandle stream) {
+  const KernelCall& kernel_call = planned.call;
+  P2pCall messages;
+  static_cast<GroupFrame&>(messages) = kernel_call;
+  messages.use = LinkUse::kShards;
+  messages.is_in_place = writes_inputs(call, kernel_call);
+  const int own = kernel_call.rank;
+  if (kernel_call.output_bytes[own] > 0 && kernel_call.outputs[own] != kernel_call.inputs[own])
+    check(driver().memcpy_async(reinterpret_cast<DevicePtr>(kernel_call.outputs[own]),
+                                reinterpret_cast<DevicePtr>(kernel_call.inputs[own]),
+                                kernel_call.output_bytes[own], stream),
+          "copy a shard");
+  launch_messages(shards_of(call, kernel_call), messages, stream);
+}
 
 void IpcTransport::exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) {
   if (messages.empty()) return;
   communicator_.failure().rethrow_if_any();
+  follow_peers();
   P2pCall call;
   static_cast<GroupFrame&>(call) = frame();
   std::set<int> peers;
   for (const P2pMessage& message : messages) peers.insert(message.peer);
-  unsigned places_per_lane = std::numeric_limits<unsigned>::max();
-  for (const int peer : peers)
-    places_per_lane = std::min(places_per_lane, places_of_messages(peer));
-  const LaunchPlan plan = plan_exchange(messages, places_per_lane, call);
   if (place.capture != 0) record_capture();
   for (const int peer : peers) messages_[peer].wait(place);
   const auto launching = running_.launching();
-  kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);
+  launch_messages(messages, call, place.stream);
   last_end_ = events_.record(place.stream);
   for (const int peer : peers) {
     messages_[peer].remember(last_end_, place);

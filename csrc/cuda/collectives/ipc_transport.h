@@ -26,8 +26,7 @@ struct PlannedCall {
   KernelCall call;
 };
 
-/// Collectives on GPU tensors, by kernels. If ranks take turns on a device, no kernel may wait for
-/// another rank's, so a call is launched step by step, and all hosts wait for each step.
+/// Collectives on GPU tensors, by kernels.
 ///
 /// Calls of a group run in the order in which they are made, also on different streams.
 class IpcTransport final : public DeviceTransport {
@@ -43,13 +42,10 @@ class IpcTransport final : public DeviceTransport {
   const std::string& description() const override { return group_->description(); }
 
   void plan(Collective& call) const override;
-  void check_collective(const StreamPlace& place) const override;
   void check_messages(const std::vector<P2pMessage>& messages) const override;
-  /// Decided by both ranks together. Throws Error if the peer ends during the decision.
-  bool has_room_for_messages(int peer) override;
   void set_timeout(std::chrono::milliseconds timeout) override;
   Traffic enqueue(const Collective& call, const StreamPlace& place) override;
-  /// Of messages that check_messages() takes, with ranks that there is room for.
+  /// Of messages that check_messages() takes.
   void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
   std::shared_ptr<const Event> last_end() const override { return last_end_; }
   bool finds_mismatches() const override { return true; }
@@ -71,20 +67,19 @@ class IpcTransport final : public DeviceTransport {
   /// Valid until the next call of this function. Throws as plan_launch().
   PlannedCall& plan_call(const Collective& call, const HeaderWords& words);
   void follow_peers();
-  void launch_in_turns(PlannedCall& planned, StreamHandle stream);
-  std::uint64_t meet(std::uint64_t value);
-  unsigned places_of_messages(int peer);
-  void look_at_peer(int peer, RunningClock::time_point deadline,
-                    const std::function<bool()>& has_come);
+  void launch_in_place(const Collective& call, PlannedCall& planned, Traffic& traffic,
+                       StreamHandle stream);
+  void launch_shards(const Collective& call, const PlannedCall& planned, StreamHandle stream);
+  void launch_messages(std::vector<P2pMessage> messages, P2pCall& call, StreamHandle stream);
   void record_capture();
-  /// Throws std::invalid_argument where ranks take turns.
-  void refuse_turns(const char* what) const;
 
   Communicator& communicator_;
   WaitLimits limits_;
   RecordExchange exchange_;
   std::unique_ptr<DeviceGroup> group_;
   const Kernels& kernels_;
+  Function copy_in_, open_, close_, copy_out_;
+  Function open_messages_, copy_messages_, close_messages_;
   EventPool& events_;
   RunningKernels& running_;
   std::map<HeaderWords, PlannedCall> plans_;  // of all_reduces

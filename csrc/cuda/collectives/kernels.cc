@@ -16,17 +16,6 @@ namespace {
 constexpr const char* kNames[] = {RINGCOMM_ALL_KERNELS(RINGCOMM_KERNEL_NAME)};
 #undef RINGCOMM_KERNEL_NAME
 
-void check_residency(const char* name, Function kernel) {
-  int num_blocks = 0;
-  check(driver().occupancy_max_active_blocks(&num_blocks, kernel, kPlaceThreads, 0),
-        "ask how many blocks of a kernel fit the GPU");
-  if (num_blocks < kPlacesPerMultiprocessor)
-    throw Error({.kind = ErrorKind::kSystem},
-                std::string("ringcomm: a multiprocessor of this GPU runs ") +
-                    std::to_string(num_blocks) + " blocks of the kernel " + name +
-                    " at a time, and ringcomm needs " + std::to_string(kPlacesPerMultiprocessor));
-}
-
 }  // namespace
 
 // The driver loads a function at its first use and may then wait for the GPU, perhaps for a kernel
@@ -43,7 +32,6 @@ Kernels::Kernels(DeviceOrdinal device) {
         "RINGCOMM_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
   for (const char* name : kNames) {
     if (const Function kernel = find_kernel(modules, name)) functions_[name] = kernel;
-    check_residency(name, find(name));
   }
 }
 
@@ -52,11 +40,11 @@ Function Kernels::find(std::string_view name) const {
   throw Error({.kind = ErrorKind::kSystem}, "ringcomm: there is no kernel " + std::string(name));
 }
 
-void Kernels::launch(Function kernel, const LaunchPlan& plan, GroupFrame& call,
+void Kernels::launch(Function kernel, unsigned num_blocks, GroupFrame& call,
                      StreamHandle stream) const {
   void* parameters[] = {&call};
-  check(driver().launch_kernel(kernel, plan.num_blocks / plan.blocks_per_place, 1, 1, kBlockThreads,
-                               plan.blocks_per_place, 1, 0, stream, parameters, nullptr),
+  check(driver().launch_kernel(kernel, num_blocks, 1, 1, kBlockThreads, 1, 1, 0, stream, parameters,
+                               nullptr),
         "launch a kernel");
 }
 

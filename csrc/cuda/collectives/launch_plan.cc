@@ -2,15 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <stdexcept>
 
 #include "collectives/call.h"
 #include "core/chunk_layout.h"
-#include "cuda/kernels/move.h"
-#include "cuda/kernels/one_shot.h"
-#include "cuda/kernels/reduce_gather.h"
-#include "cuda/kernels/send_recv.h"
+#include "cuda/kernels/packets.h"
 #include "kernels/updates/update_op.h"
 
 namespace ringcomm::cuda {
@@ -66,101 +62,105 @@ CallHeader from_words(const std::uint32_t* words) {
   return header;
 }
 
-// ---- each kernel's parameters
-
 namespace {
 
-// A block for each piece: at a place of its own as long as there is one, which is the faster.
-void use_blocks(LaunchPlan& plan, std::size_t num_pieces, std::size_t most,
-                std::size_t num_places) {
-  plan.num_blocks = static_cast<unsigned>(std::clamp<std::size_t>(num_pieces, 1, most));
-  plan.blocks_per_place = plan.num_blocks > num_places ? kBlocksPerPlace : 1;
-  // Whole places; a block that has no piece only meets the others, or ends at once.
-  plan.num_blocks = static_cast<unsigned>(num_slices(plan.num_blocks, plan.blocks_per_place) *
-                                          plan.blocks_per_place);
-}
-void use_blocks(LaunchPlan& plan, std::size_t num_pieces, const StagingLayout& layout) {
-  use_blocks(plan, num_pieces, layout.num_blocks, layout.num_places());
+using enum OpKind;
+
+bool gathers(OpKind op) { return op == kAllReduce || op == kReduceUpdateGather; }
+
+// ---- which way
+
+constexpr std::size_t kMostPacketBytes = std::size_t{1} << 20;
+// An all_reduce of more than two ranks goes in one round while all that a rank sends is this.
+constexpr std::size_t kMostOneRoundBytes = std::size_t{512} << 10;
+
+// Data of the packets from one rank in one round, or in each of two.
+std::size_t capacity(const StagingLayout& layout, int num_rounds) {
+  const std::size_t words = layout.packets_per_block - kHeaderPackets;
+  return words / static_cast<std::size_t>(num_rounds) * layout.num_blocks * kWordBytes;
 }
 
-void deal_slices(KernelCall& call, LaunchPlan& plan) {
-  use_blocks(plan, call.num_slices, call.staging.layout);
-  call.slices_each = static_cast<std::uint32_t>(call.num_slices / plan.num_blocks);
-  call.num_longer = static_cast<std::uint32_t>(call.num_slices % plan.num_blocks);
-  // Those of the first block, which has the most pieces, and one to read the last staged piece.
-  plan.num_turns = call.slices_each + (call.num_longer > 0 ? 1 : 0) + 1;
+bool fits_one_round(const StagingLayout& layout, std::size_t num_bytes) {
+  return num_bytes <= std::min(kMostPacketBytes, capacity(layout, 1));
+}
+bool fits_two_rounds(const StagingLayout& layout, std::size_t num_bytes) {
+  const std::size_t part_bytes =
+      num_slices(num_slices(num_bytes, kWordBytes), layout.world_size) * kWordBytes;
+  return num_bytes <= kMostPacketBytes && part_bytes <= capacity(layout, 2);
 }
 
 }  // namespace
 
-std::uint64_t longest_shard(const KernelCall& call) {
-  return std::max(*std::max_element(call.input_bytes, call.input_bytes + call.world_size),
-                  *std::max_element(call.output_bytes, call.output_bytes + call.world_size));
+void plan_algorithm(const CommunicatorOptions& options, const StagingLayout& layout,
+                    Collective& call) {
+  const Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;
+  call.algorithm = Algorithm::kDirect;
+  if (call.op != kAllReduce) return;
+  const std::size_t num_bytes = call.num_bytes();
+  const bool is_short =
+      asked == Algorithm::kOneShot ||
+      (asked != Algorithm::kTwoShot &&
+       (layout.world_size <= 2 || num_bytes * layout.world_size <= kMostOneRoundBytes));
+  // A ring is used on request only. It does not add in rank order.
+  if (asked == Algorithm::kRing && !options.is_rank_ordered)
+    call.algorithm = Algorithm::kRing;
+  else
+    call.algorithm =
+        is_short && fits_one_round(layout, num_bytes) ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 
-void set_longest_shard(KernelCall& call, LaunchPlan& plan, std::uint64_t longest_bytes) {
-  call.num_slices = std::max<std::uint64_t>(num_slices(longest_bytes, call.part_bytes), 1);
-  deal_slices(call, plan);
-}
+// ---- each kernel's parameters
 
 namespace {
 
-// For an update without a collective: several loads per thread, several blocks per multiprocessor.
-constexpr std::size_t kOwnUpdateElems = 4 << 10;
-constexpr std::size_t kMaxOwnUpdateBlocks = 2048;
-constexpr std::size_t kRoundBytes = sizeof(Vector) * kBlockThreads;
+// What a block of a kernel that waits for nobody has under way, and its blocks on a multiprocessor:
+// some kernels have registers for two of them.
+constexpr std::size_t kBytesOfBlock = std::size_t{32} << 10;
+constexpr unsigned kPlainBlocks = 4, kUpdateBlocks = 2;
+constexpr std::uint64_t kAlignElems = 16;  // parts of an all_reduce are as aligned as the buffer
 
-template <ReduceShape kShape>
-void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
+// A part for each rank: where it is in the inputs and the outputs, in elements.
+ElemRange part_of_rank(const Collective& call, int rank, int world_size) {
+  if (call.op == kReduceUpdateGather) return ChunkLayout(call.num_elems, world_size).chunk(rank);
+  if (call.op == kAllReduce) {
+    const std::size_t units = num_slices(call.num_elems, kAlignElems);
+    return slice_of({0, call.num_elems}, static_cast<std::size_t>(rank),
+                    num_slices(units, static_cast<std::size_t>(world_size)) * kAlignElems);
+  }
+  if (call.op == kReduceScatter) return {0, call.input_shard(rank)};
+  return {0, rank == call.root ? call.num_elems : 0};
+}
+
+void fill_parts(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const std::size_t input_bytes = element_bytes(call.dtype);
   const std::size_t output_bytes = call.output_element_bytes();
-  Chunks<kShape>::cut(kernel_call, input_bytes, output_bytes);
-  const Chunks<kShape> chunks(kernel_call, input_bytes, output_bytes);
-  deal_slices(kernel_call, plan);
-  plan.num_turns += gathers(kShape) ? 1 : 0;
+  const int own = kernel_call.rank;
+  kernel_call.num_elems = part_of_rank(call, own, kernel_call.world_size).num_elems;
+  kernel_call.num_outputs =
+      gathers(call.op) ? static_cast<std::uint32_t>(kernel_call.world_size) : 1;
   for (int rank = 0; rank < kernel_call.world_size; ++rank) {
-    const std::size_t elems = chunks.chunk(rank).num_elems;
-    if (rank != kernel_call.rank) plan.traffic.sent_bytes += elems * input_bytes;
-    if (rank == kernel_call.rank && gathers(kShape))
+    const ElemRange part = part_of_rank(call, rank, kernel_call.world_size);
+    const void* input = call.inputs[call.op == kReduceScatter ? rank : 0];
+    kernel_call.inputs[rank] = at(input, part.begin_elems, input_bytes);
+    kernel_call.input_bytes[rank] = part.num_elems * input_bytes;
+    if (rank != own) plan.traffic.sent_bytes += part.num_elems * input_bytes;
+    if (!gathers(call.op) && rank != own) continue;
+    kernel_call.outputs[rank] = at(call.outputs[0], part.begin_elems, output_bytes);
+    kernel_call.output_bytes[rank] = part.num_elems * output_bytes;
+    if (gathers(call.op) && rank == own)
       plan.traffic.sent_bytes +=
-          elems * output_bytes * static_cast<std::size_t>(kernel_call.world_size - 1);
+          part.num_elems * output_bytes * static_cast<std::size_t>(kernel_call.world_size - 1);
   }
 }
 
-void plan_ring(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  plan.can_lend = false;
-  const std::size_t elem_bytes = element_bytes(call.dtype);
-  const StagingLayout& layout = kernel_call.staging.layout;
-  const ChunkLayout chunks(call.num_elems, kernel_call.world_size);
-  use_blocks(plan, num_slices(chunks.max_chunk_elems(), layout.ring_slot_bytes() / elem_bytes),
-             layout);
-  const RingSchedule schedule(kernel_call.rank, kernel_call.world_size);
-  for (int step = 0; step < schedule.num_steps(); ++step)
-    plan.traffic.sent_bytes += (chunks.chunk(schedule.reduce_scatter_send_chunk(step)).num_elems +
-                                chunks.chunk(schedule.all_gather_send_chunk(step)).num_elems) *
-                               elem_bytes;
-}
-
-// Data of one block's packets.
-std::size_t block_packet_bytes(const StagingLayout& layout) {
-  return (layout.packets_per_block - kHeaderPackets) * kWordBytes;
-}
-
-void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  plan.can_lend = false;
-  const std::size_t most = block_packet_bytes(kernel_call.staging.layout);
-  use_blocks(plan, num_slices(call.num_bytes(), most), kernel_call.staging.layout);
-  plan.traffic.sent_bytes = static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_bytes();
-}
-
-void fill_shards(const Collective& call, KernelCall& kernel_call) {
+void fill_shards(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const std::size_t elem_bytes = element_bytes(call.dtype);
   const int own = kernel_call.rank;
   for (int rank = 0; rank < kernel_call.world_size; ++rank) {
     auto given = part_given(call, own, rank), taken = part_taken(call, own, rank);
-    if (call.op == OpKind::kBroadcast && own == call.root)
+    if (call.op == kBroadcast && own == call.root)
       given = {const_cast<void*>(call.inputs[0]), call.num_elems};
-    else if (call.op == OpKind::kBroadcast && rank == call.root)
+    else if (call.op == kBroadcast && rank == call.root)
       taken = {call.outputs[0], call.num_elems};
     if (given) {
       kernel_call.inputs[rank] = static_cast<const std::byte*>(given->data);
@@ -170,29 +170,113 @@ void fill_shards(const Collective& call, KernelCall& kernel_call) {
       kernel_call.outputs[rank] = static_cast<std::byte*>(taken->data);
       kernel_call.output_bytes[rank] = taken->num_elems * elem_bytes;
     }
+    if (rank != own) plan.traffic.sent_bytes += kernel_call.input_bytes[rank];
   }
 }
 
-template <bool kIsShared>
-void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  fill_shards(call, kernel_call);
-  for (int rank = 0; rank < kernel_call.world_size; ++rank)
-    if (rank != kernel_call.rank) plan.traffic.sent_bytes += kernel_call.input_bytes[rank];
-  const StagingLayout& layout = kernel_call.staging.layout;
-  const std::uint64_t longest = longest_shard(kernel_call);
-  std::size_t part_bytes = move_part_bytes(layout, kIsShared);
-  // Where all ranks know the sizes, a short call is cut for all blocks, in whole rounds of threads.
-  if (!has_private_sizes(call.op)) {
-    const std::size_t rounds =
-        num_slices(num_slices(longest, layout.num_blocks), kRoundBytes) * kRoundBytes;
-    part_bytes = std::min(part_bytes, std::max(rounds, kRoundBytes));
+// Cuts parts of at most `longest` elements or bytes into pieces that fit the scratch memory.
+void cut(const Collective& call, KernelCall& kernel_call, std::uint64_t longest, LaunchPlan& plan) {
+  constexpr std::uint64_t kAlign = StagingLayout::kScratchAlign;
+  const bool has_parts = is_reduction(call.op) && call.op != kReduce;
+  const auto num_parts = has_parts ? static_cast<std::uint64_t>(kernel_call.world_size) : 1;
+  const bool is_update = call.op == kReduceUpdateGather;
+  if (is_reduction(call.op)) {
+    kernel_call.input_unit = static_cast<std::uint32_t>(element_bytes(call.dtype));
+    kernel_call.output_unit = static_cast<std::uint32_t>(call.output_element_bytes());
   }
-  kernel_call.part_bytes = static_cast<std::uint32_t>(part_bytes);
-  kernel_call.staged_stride = CopyList::stride_of(part_bytes);
-  if (has_private_sizes(call.op))
-    use_blocks(plan, layout.num_blocks, layout);
-  else
-    set_longest_shard(kernel_call, plan, longest);
+  kernel_call.has_update = is_update;
+  const std::size_t unit = kernel_call.input_unit + (is_update ? kernel_call.output_unit : 0);
+  const std::uint64_t most = kernel_call.staging.layout.scratch_bytes / num_parts / unit;
+  plan.piece_size = std::max<std::uint64_t>(std::min(longest, most / kAlign * kAlign), 1);
+  plan.num_pieces =
+      static_cast<unsigned>(std::max<std::uint64_t>(num_slices(longest, plan.piece_size), 1));
+  const auto stride_of = [&](std::size_t bytes) {
+    return has_parts ? num_slices(plan.piece_size * bytes, kAlign) * kAlign : 0;
+  };
+  plan.input_stride = stride_of(kernel_call.input_unit);
+  plan.output_stride = stride_of(kernel_call.output_unit);
+  plan.outputs_offset = is_update ? num_parts * plan.input_stride : 0;
+}
+
+unsigned blocks_for(std::uint64_t num_bytes, unsigned most) {
+  return static_cast<unsigned>(
+      std::clamp<std::uint64_t>(num_slices(num_bytes, kBytesOfBlock), 1, most));
+}
+
+void plan_reduction(const Collective& call, int num_multiprocessors, KernelCall& kernel_call,
+                    LaunchPlan& plan) {
+  fill_parts(call, kernel_call, plan);
+  std::uint64_t longest = 0;
+  for (int rank = 0; rank < kernel_call.world_size; ++rank)
+    longest = std::max<std::uint64_t>(longest,
+                                      part_of_rank(call, rank, kernel_call.world_size).num_elems);
+  cut(call, kernel_call, longest, plan);
+  const bool is_update = call.op == kReduceUpdateGather;
+  plan.num_blocks = blocks_for(
+      kernel_call.num_elems * kernel_call.input_unit *
+          static_cast<std::size_t>(kernel_call.world_size),
+      (is_update ? kUpdateBlocks : kPlainBlocks) * static_cast<unsigned>(num_multiprocessors));
+}
+
+void plan_move(const Collective& call, int num_multiprocessors, KernelCall& kernel_call,
+               LaunchPlan& plan) {
+  std::uint64_t longest = 0, all = 0;
+  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
+    longest = std::max({longest, kernel_call.input_bytes[rank], kernel_call.output_bytes[rank]});
+    all += kernel_call.output_bytes[rank];
+  }
+  cut(call, kernel_call, longest, plan);
+  plan.num_blocks = plain_blocks(all, num_multiprocessors);
+}
+
+// Words of the longest part that a rank sends to another in a round.
+void plan_packets(std::size_t longest_bytes, KernelCall& kernel_call, LaunchPlan& plan) {
+  plan.kind = LaunchKind::kPackets;
+  const std::size_t words = std::max<std::size_t>(num_slices(longest_bytes, kWordBytes), 1);
+  plan.num_blocks = static_cast<unsigned>(std::clamp<std::size_t>(
+      num_slices(words, kBlockThreads), 1, kernel_call.staging.layout.num_blocks));
+  kernel_call.words_per_block = static_cast<std::uint32_t>(num_slices(words, plan.num_blocks));
+}
+
+void plan_all_reduce(const Collective& call, int num_multiprocessors, KernelCall& kernel_call,
+                     LaunchPlan& plan, const std::string& suffix) {
+  const StagingLayout& layout = kernel_call.staging.layout;
+  const bool is_short =
+      call.algorithm == Algorithm::kTwoShot && fits_two_rounds(layout, call.num_bytes());
+  if (call.algorithm == Algorithm::kTwoShot && !is_short) {
+    plan.kernel = "ringcomm_reduce_" + suffix;
+    return plan_reduction(call, num_multiprocessors, kernel_call, plan);
+  }
+  kernel_call.inputs[0] = static_cast<const std::byte*>(call.inputs[0]);
+  kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
+  kernel_call.input_bytes[0] = call.num_bytes();
+  const auto others = static_cast<std::size_t>(kernel_call.world_size - 1);
+  const std::size_t part_bytes =
+      num_slices(num_slices(call.num_bytes(), kWordBytes), layout.world_size) * kWordBytes;
+  if (call.algorithm == Algorithm::kOneShot) {
+    plan.kernel = "ringcomm_one_shot_" + suffix;
+    plan_packets(call.num_bytes(), kernel_call, plan);
+    plan.traffic.sent_bytes = others * call.num_bytes();
+  } else if (is_short) {
+    plan.kernel = "ringcomm_two_rounds_" + suffix;
+    plan_packets(part_bytes, kernel_call, plan);
+    plan.traffic.sent_bytes = 2 * others * part_bytes;
+  } else {
+    plan.kernel = "ringcomm_ring_" + suffix;
+    plan.kind = LaunchKind::kRing;
+    kernel_call.num_elems = call.num_elems;
+    plan.piece_size = call.num_elems;
+    const std::size_t elem_bytes = element_bytes(call.dtype);
+    const ChunkLayout chunks(call.num_elems, kernel_call.world_size);
+    plan.num_blocks = static_cast<unsigned>(std::clamp<std::size_t>(
+        num_slices(chunks.max_chunk_elems(), layout.ring_slot_bytes / elem_bytes), 1,
+        layout.num_blocks));
+    const RingSchedule schedule(kernel_call.rank, kernel_call.world_size);
+    for (int step = 0; step < schedule.num_steps(); ++step)
+      plan.traffic.sent_bytes += (chunks.chunk(schedule.reduce_scatter_send_chunk(step)).num_elems +
+                                  chunks.chunk(schedule.all_gather_send_chunk(step)).num_elems) *
+                                 elem_bytes;
+  }
 }
 
 void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
@@ -206,106 +290,54 @@ void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& pl
   kernel_call.states[1] = call.states[1];
 }
 
-void plan_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  fill_update(call, kernel_call, plan);
-  plan_reduction<ReduceShape::kUpdate>(call, kernel_call, plan);
-}
-
-struct Choice {
-  const Collective& call;
-  const CommunicatorOptions& options;
-  const StagingLayout& layout;
-  bool takes_turns;
-  Algorithm asked;
-};
-
-bool sends_packets(const Choice& of) {
-  const std::size_t most = std::size_t{of.layout.num_packet_blocks} * block_packet_bytes(of.layout);
-  return of.asked != Algorithm::kTwoShot && of.asked != Algorithm::kRing && !of.takes_turns &&
-         of.call.num_bytes() <= most;
-}
-// Only on request. It does not add in rank order.
-bool goes_round(const Choice& of) {
-  return of.asked == Algorithm::kRing && !of.takes_turns && !of.options.is_rank_ordered;
-}
-bool always(const Choice&) { return true; }
-
-// The kernel of an operation by an algorithm, when it is used, and what sets its parameters.
-struct KernelChoice {
-  OpKind op;
-  Algorithm algorithm;
-  const char* kernel;  // of reductions without their element type
-  bool (*is_chosen)(const Choice&);
-  void (*plan)(const Collective&, KernelCall&, LaunchPlan&);
-};
-
-using enum OpKind;
-using enum Algorithm;
-
-// The first of an operation that is chosen.
-constexpr KernelChoice kKernels[] = {
-    {kAllReduce, kOneShot, "ringcomm_one_shot_", sends_packets, plan_one_shot},
-    {kAllReduce, kRing, "ringcomm_ring_", goes_round, plan_ring},
-    {kAllReduce, kTwoShot, "ringcomm_two_shot_", always, plan_reduction<ReduceShape::kAllReduce>},
-    {kReduceScatter, kDirect, "ringcomm_reduce_scatter_", always,
-     plan_reduction<ReduceShape::kReduceScatter>},
-    {kReduce, kDirect, "ringcomm_reduce_", always, plan_reduction<ReduceShape::kReduce>},
-    {kReduceUpdateGather, kDirect, "", always, plan_update},
-    {kScatter, kDirect, "ringcomm_move", always, plan_move<false>},
-    {kAllToAll, kDirect, "ringcomm_move", always, plan_move<false>},
-    {kAllGather, kDirect, "ringcomm_move_same", always, plan_move<true>},
-    {kBroadcast, kDirect, "ringcomm_move_same", always, plan_move<true>},
-    {kGather, kDirect, "ringcomm_move_same", always, plan_move<true>},
-    {kBarrier, kDirect, "ringcomm_move_same", always, plan_move<true>},
-};
-
 }  // namespace
 
-void plan_algorithm(const CommunicatorOptions& options, const StagingLayout& layout,
-                    bool takes_turns, Collective& call) {
-  const Algorithm asked = call.algorithm != kAuto ? call.algorithm : options.algorithm;
-  const Choice choice{call, options, layout, takes_turns, asked};
-  const auto kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto& each) {
-    return each.op == call.op && each.is_chosen(choice);
-  });
-  call.algorithm = kernel != std::end(kKernels) ? kernel->algorithm : kDirect;
-}
-
-LaunchPlan plan_launch(const Collective& call, KernelCall& kernel_call) {
+LaunchPlan plan_launch(const Collective& call, int num_multiprocessors, KernelCall& kernel_call) {
   LaunchPlan plan;
   const HeaderWords words = compared_words(call, kernel_call.world_size);
   std::copy(words.begin(), words.end(), kernel_call.header);
-  kernel_call.header_digest = 1;
-  for (const std::uint32_t word : words)
-    kernel_call.header_digest = digest_with(kernel_call.header_digest, word);
-  kernel_call.root = call.root;
+  std::uint64_t digest = 1;
+  for (const std::uint32_t word : words) digest = digest_with(digest, word);
+  kernel_call.header_digest = digest;
   kernel_call.dtype = call.dtype;
   kernel_call.reduction = call.reduction;
   kernel_call.divisor = divisor_of(call, kernel_call.world_size);
-  kernel_call.num_elems = call.num_elems;
   plan.traffic.algorithm = call.algorithm;
-  const auto kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto& each) {
-    return each.op == call.op && each.algorithm == call.algorithm;
-  });
-  if (kernel == std::end(kKernels) || call.dtype == DType::kSoftmaxStats)
+  if (call.dtype == DType::kSoftmaxStats)
     throw std::invalid_argument(std::string("there is no kernel for ") + name_of(call.op) + " of " +
                                 name_of(call.dtype));
-  plan.kernel = kernel->kernel;
-  if (is_reduction(call.op)) {
-    // float64, integers and booleans share a kernel.
-    const bool has_own = call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16 ||
-                         call.dtype == DType::kFloat32;
-    plan.kernel += has_own ? name_of(call.dtype) : "any";
+  // float64, integers and booleans share a kernel.
+  const bool has_own = call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16 ||
+                       call.dtype == DType::kFloat32;
+  const std::string suffix = has_own ? name_of(call.dtype) : "any";
+  if (call.op == kAllReduce) {
+    plan_all_reduce(call, num_multiprocessors, kernel_call, plan, suffix);
+  } else if (call.op == kReduceUpdateGather) {
+    fill_update(call, kernel_call, plan);
+    plan_reduction(call, num_multiprocessors, kernel_call, plan);
+  } else if (is_reduction(call.op)) {
+    plan.kernel = "ringcomm_reduce_" + suffix;
+    plan_reduction(call, num_multiprocessors, kernel_call, plan);
+  } else {
+    plan.kernel = "ringcomm_move";
+    fill_shards(call, kernel_call, plan);
+    if (has_private_sizes(call.op))
+      plan.kind = LaunchKind::kShards;
+    else
+      plan_move(call, num_multiprocessors, kernel_call, plan);
   }
-  if (is_reduction(call.op) || call.op == OpKind::kReduceUpdateGather) {
-    const int num_inputs = call.op == OpKind::kReduceScatter ? kernel_call.world_size : 1;
-    for (int rank = 0; rank < num_inputs; ++rank) {
-      kernel_call.inputs[rank] = static_cast<const std::byte*>(call.inputs[rank]);
-      kernel_call.input_bytes[rank] = call.input_shard(rank) * element_bytes(call.dtype);
-    }
-    kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
-  }
-  kernel->plan(call, kernel_call, plan);
+  if (plan.kind != LaunchKind::kInPlace || call.op == kAllReduce || call.op == kReduceUpdateGather)
+    return plan;
+  // All ranks know the longest part: short ones go by packets.
+  const std::uint64_t unit_bytes = is_reduction(call.op) ? element_bytes(call.dtype) : 1;
+  const std::uint64_t longest = plan.piece_size * plan.num_pieces * unit_bytes;
+  const StagingLayout& layout = kernel_call.staging.layout;
+  if (!fits_one_round(layout, longest * layout.world_size) || longest > capacity(layout, 1))
+    return plan;
+  plan.kernel =
+      is_reduction(call.op) ? "ringcomm_reduce_packets_" + suffix : "ringcomm_move_packets";
+  plan_packets(longest, kernel_call, plan);
+  if (is_reduction(call.op)) kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
   return plan;
 }
 
@@ -317,96 +349,43 @@ LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param
   kernel_call.inputs[0] = static_cast<const std::byte*>(grad);
   kernel_call.outputs[0] = static_cast<std::byte*>(param);
   fill_update(call, kernel_call, plan);
-  use_blocks(plan, num_slices(num_elems, kOwnUpdateElems), kMaxOwnUpdateBlocks, 1);
+  plan.num_blocks = blocks_for(num_elems * element_bytes(call.dtype), 1024);
   return plan;
 }
 
-// ---- buffers that peers use where they are
-
-namespace {
-
-struct Buffer {
-  const std::byte* data;
-  std::size_t num_bytes;
-};
-
-bool overlap(const Buffer& a, const Buffer& b) {
-  return a.num_bytes > 0 && b.num_bytes > 0 && a.data < b.data + b.num_bytes &&
-         b.data < a.data + a.num_bytes;
+unsigned plain_blocks(std::uint64_t num_bytes, int num_multiprocessors) {
+  return blocks_for(num_bytes, kPlainBlocks * static_cast<unsigned>(num_multiprocessors));
 }
 
-// Whether peers write this rank's output.
-bool gathers(OpKind op) { return op == OpKind::kAllReduce || op == OpKind::kReduceUpdateGather; }
-
-// This rank's input for `rank`, at the address where that rank reads it.
-Buffer input_for(const Collective& call, const KernelCall& kernel_call, int rank) {
-  const bool is_one = gathers(call.op) || call.op == OpKind::kReduce;
-  if (call.op == OpKind::kReduce && rank != call.root) return {nullptr, 0};
-  const int idx = is_one ? 0 : rank;
-  return {kernel_call.inputs[idx], kernel_call.input_bytes[idx]};
-}
-
-// Whether this rank's kernel writes to a buffer that a peer reads. Its own shard of a move may be
-// in place: it is not copied then.
-bool is_written(const Collective& call, const KernelCall& kernel_call, const Buffer& input) {
-  const int own = kernel_call.rank;
+bool writes_inputs(const Collective& call, const KernelCall& kernel_call) {
+  const auto overlap = [](const std::byte* a, std::uint64_t a_bytes, const std::byte* b,
+                          std::uint64_t b_bytes) {
+    return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
+  };
+  // An owner writes what it alone has read.
   if (gathers(call.op)) return false;
-  if (is_reduction(call.op)) {
-    const bool has_output = call.op == OpKind::kReduceScatter;
-    return has_output && overlap(input, {kernel_call.outputs[0], kernel_call.input_bytes[own]});
-  }
-  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
-    const Buffer output{kernel_call.outputs[rank], kernel_call.output_bytes[rank]};
-    if (rank == own && output.data == kernel_call.inputs[own]) continue;
-    if (overlap(input, output)) return true;
-  }
-  return false;
-}
-
-// Whether no block has a second slice; not known for moves with different sizes.
-bool is_short(const Collective& call, const LaunchPlan& plan, const KernelCall& kernel_call) {
-  return !gathers(call.op) && kernel_call.num_slices > 0 &&
-         kernel_call.num_slices <= plan.num_blocks;
-}
-
-}  // namespace
-
-bool find_lent_buffers(const Collective& call, const LaunchPlan& plan, const PlaceOf& place_of,
-                       KernelCall& kernel_call) {
-  std::fill(std::begin(kernel_call.lent_inputs), std::end(kernel_call.lent_inputs), 0);
-  kernel_call.lent_output = 0;
-  kernel_call.lends = Lends::kNo;
-  if (!plan.can_lend || is_short(call, plan, kernel_call)) return false;
-  bool has_any = false;
-  Buffer last{nullptr, 0};
-  std::uint64_t place = 0;
-  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
-    const Buffer input = input_for(call, kernel_call, rank);
-    if (rank == kernel_call.rank || input.num_bytes == 0) continue;
-    // Mostly it has the same for all.
-    if (input.data != last.data || input.num_bytes != last.num_bytes) {
-      place = is_written(call, kernel_call, input) ? 0 : place_of(input.data, input.num_bytes);
-      last = input;
+  const int own = kernel_call.rank;
+  for (int to = 0; to < kernel_call.world_size; ++to)
+    for (int from = 0; from < kernel_call.world_size; ++from) {
+      // Its own shard of a move may be in place: it is not copied then.
+      if (to == own || (from == own && !is_reduction(call.op) &&
+                        kernel_call.outputs[own] == kernel_call.inputs[own]))
+        continue;
+      if (overlap(kernel_call.inputs[to], kernel_call.input_bytes[to], kernel_call.outputs[from],
+                  kernel_call.output_bytes[from]))
+        return true;
     }
-    if (place == 0) return true;
-    kernel_call.lent_inputs[rank] = place;
-    has_any = true;
-  }
-  if (has_any && gathers(call.op)) {
-    kernel_call.lent_output =
-        place_of(kernel_call.outputs[0], call.num_elems * call.output_element_bytes());
-    if (kernel_call.lent_output == 0) return true;
-  }
-  kernel_call.lends = has_any ? Lends::kYes : Lends::kNothing;
-  return has_any;
+  return false;
 }
 
 // ---- messages
 
+namespace {
+
 // The lane of messages to one rank, or from one.
-static int lane_of(const P2pMessage& message) {
-  return 2 * message.peer + (message.is_send ? 1 : 0);
-}
+int lane_of(const P2pMessage& message) { return 2 * message.peer + (message.is_send ? 0 : 1); }
+
+}  // namespace
 
 void check_batch(const std::vector<P2pMessage>& messages) {
   if (messages.size() > P2pCall::kMaxMessages)
@@ -415,27 +394,52 @@ void check_batch(const std::vector<P2pMessage>& messages) {
                                 std::to_string(messages.size()) + "; split it");
 }
 
-LaunchPlan plan_exchange(std::vector<P2pMessage> messages, unsigned places_per_lane,
-                         P2pCall& call) {
+bool take_launch(std::vector<P2pMessage>& messages, P2pCall& call) {
+  if (messages.empty()) return false;
   std::stable_sort(messages.begin(), messages.end(), [](const P2pMessage& a, const P2pMessage& b) {
     return lane_of(a) < lane_of(b);
   });
-  const StagingLayout& layout = call.staging.layout;
-  LaunchPlan plan;
-  plan.kernel = "ringcomm_exchange";
-  unsigned num_lanes = 0;
-  unsigned num_channels = 1;
-  for (std::size_t i = 0; i < messages.size(); ++i) {
-    call.messages[i] = messages[i];
-    if (i == 0 || lane_of(messages[i]) != lane_of(messages[i - 1]))
-      call.first_of_lane[num_lanes++] = static_cast<std::uint8_t>(i);
-    num_channels = std::max(num_channels, P2pSlices(layout, messages[i].num_bytes).num_channels);
+  std::vector<P2pMessage> later;
+  std::uint8_t num = 0;
+  call.num_lanes = 0;
+  call.has_long = false;
+  int lane = -1;
+  unsigned num_long = 0;  // of the lane
+  for (const P2pMessage& message : messages) {
+    if (lane_of(message) != lane) {
+      lane = lane_of(message);
+      num_long = 0;
+      call.first_of_lane[call.num_lanes++] = num;
+    }
+    num_long += call.is_long(message) ? 1 : 0;
+    if (num_long > LinkWords::kMostLong) {
+      later.push_back(message);
+      continue;
+    }
+    call.has_long = call.has_long || num_long > 0;
+    call.messages[num++] = message;
   }
-  call.first_of_lane[num_lanes] = static_cast<std::uint8_t>(messages.size());
-  use_blocks(plan, num_channels, std::size_t{places_per_lane} * kBlocksPerPlace, 1);
-  call.blocks_per_lane = plan.num_blocks;
-  plan.num_blocks *= num_lanes;
-  return plan;
+  call.first_of_lane[call.num_lanes] = num;
+  messages = std::move(later);
+  return true;
+}
+
+std::vector<P2pMessage> shards_of(const Collective& call, const KernelCall& kernel_call) {
+  std::vector<P2pMessage> messages;
+  const int own = kernel_call.rank;
+  // What identifies the call, without sizes.
+  const auto tag = static_cast<std::int32_t>(kernel_call.header_digest >> 33);
+  for (int peer = 0; peer < kernel_call.world_size; ++peer) {
+    if (peer == own) continue;
+    const auto peer_idx = static_cast<std::int16_t>(peer);
+    if (part_given(call, own, peer))
+      messages.push_back({const_cast<std::byte*>(kernel_call.inputs[peer]),
+                          kernel_call.input_bytes[peer], tag, peer_idx, true});
+    if (part_taken(call, own, peer))
+      messages.push_back(
+          {kernel_call.outputs[peer], kernel_call.output_bytes[peer], tag, peer_idx, false});
+  }
+  return messages;
 }
 
 }  // namespace ringcomm::cuda

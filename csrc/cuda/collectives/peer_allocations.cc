@@ -14,8 +14,6 @@ namespace {
 // A rank that cannot announce tries again after so many buffers, and one that could not map an
 // allocation after so many calls.
 constexpr std::uint64_t kFailuresPerTry = 64;
-// Of a buffer for which the driver is asked whose memory it is in.
-constexpr std::size_t kMinMappedBytes = std::size_t{64} << 10;
 // The watchdog looks for freed memory after so many looks without a call, at so many rows a look.
 constexpr int kIdleLooks = 25;
 constexpr std::size_t kRowsPerLook = 16;
@@ -43,6 +41,7 @@ PeerAllocations::PeerAllocations(RecordExchange& exchange, DeviceGroup& group)
       world_size_(exchange.world_size()),
       mappings_(PeerMappings::of(group.device())),
       running_(RunningKernels::of(group.device())),
+      bases_(group.device(), kMaxRows * static_cast<std::size_t>(world_size_) * sizeof(std::byte*)),
       theirs_(static_cast<std::size_t>(world_size_)) {
   const std::lock_guard lock(registry().mutex);
   registry().all.insert(this);
@@ -55,24 +54,23 @@ PeerAllocations::~PeerAllocations() {
 
 // ---- this rank's allocations
 
-bool PeerAllocations::find_buffers(const Collective& call, const LaunchPlan& plan,
-                                   std::uint64_t number, KernelCall& kernel_call) {
+void PeerAllocations::find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers) {
   const std::lock_guard lock(mutex_);
-  // Ranks that take turns meet between the steps of a call, and no kernel waits for another's.
-  const bool maps = !group_.takes_turns() && (group_.maps_tensors() || !own_.empty());
-  bool is_long = true;
-  const bool can_lend = find_lent_buffers(
-      call, plan,
-      [&](const std::byte* data, std::size_t num_bytes) {
-        is_long = is_long && num_bytes >= kMinMappedBytes;
-        return maps && is_long ? place_of(data, num_bytes, number) : 0;
-      },
-      kernel_call);
-  kernel_call.lent.bases =
-      bases_ != nullptr ? reinterpret_cast<std::byte* const*>(bases_->data()) : nullptr;
-  // A graph's kernel may meet one of a peer that lends by then: without bases it takes nothing.
-  if (bases_ == nullptr) kernel_call.lends = Lends::kNo;
-  return can_lend && is_long;
+  if (!group_.maps_tensors() && own_.empty()) return;
+  const std::byte* begin = nullptr;  // of the last allocation
+  std::uint64_t num_bytes = 0;
+  Place place = 0;
+  for (PeerBuffer& buffer : buffers) {
+    if (buffer.num_bytes == 0) continue;
+    if (begin == nullptr || buffer.data < begin ||
+        buffer.data + buffer.num_bytes > begin + num_bytes) {
+      const Allocation allocation = allocation_of(buffer.data);
+      begin = reinterpret_cast<const std::byte*>(allocation.base);
+      num_bytes = allocation.num_bytes;
+      place = begin != nullptr ? place_of(begin, num_bytes, number) : 0;
+    }
+    if (place != 0) buffer.place = place + static_cast<Place>(buffer.data - begin);
+  }
 }
 
 bool PeerAllocations::map_now(const std::byte* data, std::size_t num_bytes, std::uint64_t number) {
@@ -96,8 +94,8 @@ bool PeerAllocations::map_now(const std::byte* data, std::size_t num_bytes, std:
 
 // Of a buffer of this rank; 0 where it is staged, as peers have yet to map it or it cannot be
 // mapped.
-std::uint64_t PeerAllocations::place_of(const std::byte* data, std::size_t num_bytes,
-                                        std::uint64_t number) {
+Place PeerAllocations::place_of(const std::byte* data, std::size_t num_bytes,
+                                std::uint64_t number) {
   // Freed ones are found even if the program allocates nothing more.
   if (!own_.empty()) retire_if_freed(num_looks_++ % own_.size());
   const Allocation allocation = allocation_of(data);
@@ -108,16 +106,14 @@ std::uint64_t PeerAllocations::place_of(const std::byte* data, std::size_t num_b
   if (is_new && group_.maps_tensors() && wanted_.size() < kMaxRows) wanted_.push_back(data);
   const bool is_lent = row != kMaxRows && is_known_to_all(row) && row_of(rank_, row).failed == 0 &&
                        number >= row_of(rank_, row).first_call;
-  return is_lent ? Lent::place(row, offset) : 0;
+  return is_lent ? place_in(row, offset) : 0;
 }
 
 void PeerAllocations::write_base(std::size_t row, int rank, std::byte* base) {
   const auto world_size = static_cast<std::size_t>(world_size_);
-  if (bases_ == nullptr)
-    bases_ = std::make_unique<DeviceMemory>(group_.device(), kMaxRows * world_size * sizeof base);
   const MappedHostMemory& words = group_.words_for_copies();
   std::memcpy(words.host(), &base, sizeof base);
-  copy_and_wait(bases_->data() + (row * world_size + static_cast<std::size_t>(rank)) * sizeof base,
+  copy_and_wait(bases_.data() + (row * world_size + static_cast<std::size_t>(rank)) * sizeof base,
                 words.device(), sizeof base, "tell kernels of shared memory");
 }
 

@@ -9,7 +9,7 @@
 
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/events.h"
-#include "cuda/collectives/launch_plan.h"
+#include "cuda/collectives/in_place.h"
 #include "cuda/driver/device_memory.h"
 
 namespace ringcomm::cuda {
@@ -20,7 +20,7 @@ namespace ringcomm::cuda {
 /// when the driver's number of the allocation has changed (docs/design/gpu.md, "Buffers in place").
 /// What cannot be mapped is staged.
 ///
-/// find_buffers(), map_now(), has_news() and follow() by one thread at a time.
+/// find_places(), map_now(), has_news() and follow() by one thread at a time.
 class PeerAllocations {
  public:
   static constexpr std::size_t kMaxRows = GroupWords::kMaxAllocations;
@@ -28,11 +28,12 @@ class PeerAllocations {
   PeerAllocations(RecordExchange& exchange, DeviceGroup& group);
   ~PeerAllocations();
 
-  /// Tells the kernel of a planned call, which is about to be launched, which of its buffers peers
-  /// can use where they are. `number`: of the call among the group's. False: it is too short for
-  /// it.
-  bool find_buffers(const Collective& call, const LaunchPlan& plan, std::uint64_t number,
-                    KernelCall& kernel_call);
+  /// Where kernels find each rank's allocation of each row (GroupFrame::bases).
+  std::byte* const* bases() const { return reinterpret_cast<std::byte* const*>(bases_.data()); }
+
+  /// Sets the places of buffers of this rank, in a call that is about to be launched: 0 where peers
+  /// have not mapped one. `number`: of the call among the group's.
+  void find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers);
   /// Collective: maps a buffer of each rank before its first call. Returns whether all ranks can
   /// use those of all. Throws Error if a rank does not arrive.
   bool map_now(const std::byte* data, std::size_t num_bytes, std::uint64_t number);
@@ -59,7 +60,7 @@ class PeerAllocations {
     std::shared_ptr<PeerMappings::Mapping> mapping = nullptr;  // null in the owner's own process
   };
 
-  std::uint64_t place_of(const std::byte* data, std::size_t num_bytes, std::uint64_t number);
+  Place place_of(const std::byte* data, std::size_t num_bytes, std::uint64_t number);
   void write_base(std::size_t row, int rank, std::byte* base);
   GroupWords::OfAllocation& row_of(int rank, std::size_t row) const {
     return group_.words().allocations[rank][row];
@@ -87,8 +88,7 @@ class PeerAllocations {
   RunningKernels& running_;
 
   std::mutex mutex_;  // guards what follows
-  /// Where kernels find each rank's allocation of each row.
-  std::unique_ptr<DeviceMemory> bases_;
+  DeviceMemory bases_;
   std::vector<Own> own_;  // by row
   std::vector<std::vector<Theirs>> theirs_;
   std::vector<const std::byte*> wanted_;  // buffers in no row

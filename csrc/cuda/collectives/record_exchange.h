@@ -107,10 +107,6 @@ struct GroupWords {
   };
   struct alignas(kLineBytes) OfRank {
     std::atomic<std::uint64_t> num_launches;
-    /// How often it has met the others (IpcTransport), and a value that belongs to each of the last
-    /// two.
-    alignas(kLineBytes) std::atomic<std::uint64_t> num_turns;
-    std::uint64_t turn_values[2];
     alignas(kLineBytes) Launch launches[kNumLaunches];
   };
   struct OfAllocation {                        ///< of PeerAllocations, written by its owner
@@ -123,7 +119,6 @@ struct GroupWords {
 
   OfRank ranks[kMaxRanks];
   std::atomic<std::uint32_t> has_captured;  ///< whether any rank has captured a call
-  std::atomic<std::uint32_t> pair_places[kMaxRanks][kMaxRanks];  ///< of DeviceGroup
   alignas(kLineBytes) std::atomic<std::uint64_t> num_announced;  ///< versions of all allocations
   OfAllocation allocations[kMaxRanks][kMaxAllocations];
 };
@@ -137,7 +132,7 @@ struct RankPlace {
   int num_multiprocessors = 0;
   bool has_mps = false;
   bool maps_tensors = true;
-  int free_places = 0;
+  std::uint64_t free_bytes = 0;  ///< of its device
   RecordText<256> problem;
 };
 

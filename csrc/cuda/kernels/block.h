@@ -11,34 +11,20 @@
 
 namespace ringcomm::cuda {
 
-/// The copies, sources and outputs of one step. They are written while the previous step's are
-/// read; the barrier of a publication is between writing and reading.
-struct StepTables {
-  Copy staged[kMaxRanks];
-  Copy taken[kMaxRanks];
+/// How far a lane of messages has come.
+struct LaneState {
+  std::uint64_t done_bytes;  ///< of its message
+  std::uint32_t message;
+  std::uint32_t num_long;  ///< of the messages before
+  std::uint32_t can_go_on;
+};
+
+/// What the threads of a block share besides: the buffers of a reduction, or the state of lanes.
+struct Tables {
   const std::byte* sources[kMaxRanks];
   std::byte* outputs[kMaxRanks];
   int num_outputs;
-};
-/// Whether the ranks have lent their buffers to a call: the same on all, which see the same
-/// headers.
-enum class Lending : std::uint8_t {
-  kUnknown,  ///< the first phase, which has the headers, is not complete yet
-  kNone,
-  kSome,
-  kAll
-};
-
-/// The local addresses of the buffers that each rank has lent to this one.
-struct LentTables {
-  Lending lending;
-  const std::byte* inputs[kMaxRanks];
-  std::byte* outputs[kMaxRanks];
-};
-struct Tables {
-  StepTables of_steps[2];
-  LentTables lent;
-  RINGCOMM_HD StepTables& of(std::uint32_t step) { return of_steps[step % 2]; }
+  LaneState lanes[2 * kMaxRanks];
 };
 
 /// A block of threads that runs collectives: the Arch of core, and this. Kernels run on GPUs

@@ -6,18 +6,9 @@
 #include "cuda/kernels/block.h"
 #include "cuda/kernels/call.h"
 
-// With its number in a register a kernel reserves all 16 barriers, of which some GPUs have too few.
-// Constant numbers cost the ring a stack on sm_100.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100
-#define RINGCOMM_BARRIER(name, by_number, first, second) name " " by_number
-#else
-#define RINGCOMM_BARRIER(name, by_number, first, second) \
-  "@!y " name " " first " @y " name " " second
-#endif
-
 namespace ringcomm::cuda {
 
-/// The threads of a block of CUDA with one threadIdx.y. What a thread has acquired is ordered
+/// The threads of a block of CUDA. What a thread has acquired is ordered
 /// before what the others do after a barrier, and what they did before it before what one releases
 /// after it (docs/design/gpu.md).
 class GpuBlock {
@@ -48,14 +39,9 @@ class GpuBlock {
 
   __device__ unsigned thread_idx() const { return threadIdx.x; }
   __device__ unsigned num_threads() const { return kBlockThreads; }
-  __device__ unsigned block_idx() const { return blockIdx.x * blockDim.y + threadIdx.y; }
-  __device__ unsigned num_blocks() const { return gridDim.x * blockDim.y; }
-  __device__ void sync() const {
-    asm volatile("{ .reg .pred y; setp.ne.b32 y, %0, 0; " RINGCOMM_BARRIER(
-                     "bar.sync", "%0, %1;", "0, %1;", "1, %1;") " }" ::"r"(threadIdx.y),
-                 "n"(kBlockThreads)
-                 : "memory");
-  }
+  __device__ unsigned block_idx() const { return blockIdx.x; }
+  __device__ unsigned num_blocks() const { return gridDim.x; }
+  __device__ void sync() const { __syncthreads(); }
   __device__ Tables& tables() const { return shared_.tables; }
 
   template <class F>
@@ -73,15 +59,7 @@ class GpuBlock {
     return agree(stop);
   }
   __device__ WaitStatus agree(WaitStatus stop) {
-    int is_any;
-    asm volatile(
-        "{ .reg .pred p, q, y; setp.ne.b32 p, %1, 0; setp.ne.b32 y, %2, 0; " RINGCOMM_BARRIER(
-            "bar.red.or.pred", "q, %2, %3, p;", "q, 0, %3, p;",
-            "q, 1, %3, p;") " selp.b32 %0, 1, 0, q; }"
-        : "=r"(is_any)
-        : "r"(static_cast<int>(stop)), "r"(threadIdx.y), "n"(kBlockThreads)
-        : "memory");
-    if (is_any == 0) return WaitStatus::kNone;
+    if (__syncthreads_or(static_cast<int>(stop)) == 0) return WaitStatus::kNone;
     // If several threads write, the last one wins.
     if (stop != WaitStatus::kNone) shared_.agreed = static_cast<std::uint32_t>(stop);
     sync();
@@ -132,7 +110,8 @@ class GpuBlock {
   }
 
   __device__ void copy(void* to, const void* from, std::size_t num_bytes) const {
-    copy_by_block(*this, to, from, num_bytes);
+    copy_by_threads(*this, static_cast<std::byte*>(to), static_cast<const std::byte*>(from),
+                    static_cast<std::uint32_t>(num_bytes));
   }
 
   __device__ SpinBudget budget() const { return {}; }
@@ -217,11 +196,13 @@ static_assert(Block<GpuBlock>);
 #define RINGCOMM_BARE(...) __VA_ARGS__
 
 /// The parameter stays in constant memory: indexed at run time, a copy would go to local memory.
-#define RINGCOMM_GPU_KERNEL(name, Call, body)                                               \
-  extern "C" __global__ void __launch_bounds__(::ringcomm::cuda::kPlaceThreads,             \
-                                               ::ringcomm::cuda::kPlacesPerMultiprocessor)  \
+/// `min_blocks` of a multiprocessor limit the registers: 64 of a kernel with 4, 128 with 2.
+#define RINGCOMM_GPU_KERNEL_OF(min_blocks, name, Call, body)                                \
+  extern "C" __global__ void __launch_bounds__(::ringcomm::cuda::kBlockThreads, min_blocks) \
       name(const __grid_constant__::ringcomm::cuda::Call call) {                            \
-    __shared__::ringcomm::cuda::GpuBlock::Shared shared[::ringcomm::cuda::kBlocksPerPlace]; \
-    ::ringcomm::cuda::GpuBlock block(call, shared[threadIdx.y]);                            \
+    __shared__::ringcomm::cuda::GpuBlock::Shared shared;                                    \
+    ::ringcomm::cuda::GpuBlock block(call, shared);                                         \
     RINGCOMM_BARE body(block, call);                                                        \
   }
+#define RINGCOMM_GPU_KERNEL(name, Call, body) RINGCOMM_GPU_KERNEL_OF(4, name, Call, body)
+#define RINGCOMM_WIDE_GPU_KERNEL(name, Call, body) RINGCOMM_GPU_KERNEL_OF(2, name, Call, body)

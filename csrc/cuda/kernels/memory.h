@@ -6,14 +6,14 @@
 #include "core/annotations.h"
 #include "kernels/common/elements.h"
 
-// How the threads of a block move bytes together. A thread hides memory latency by issuing several
+// How threads move bytes together. A thread hides memory latency by issuing several
 // loads before it uses the first. The compiler keeps that order only without a branch, or a store
 // that may alias, between the loads. So a conditional load or store is one predicated instruction,
 // and all loads of a group precede its first store.
 
 namespace ringcomm::cuda {
 
-/// Whether it should stay in a full L2 cache: staging, which peers read next, yes; users' buffers,
+/// Whether it should stay in a full L2 cache: what peers read next, yes; users' buffers,
 /// which a large call touches once, no.
 enum class Cached : std::uint8_t { kNo, kYes };
 
@@ -140,145 +140,55 @@ RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted = tru
 #endif
 }
 
-/// One of the copies that a block makes together.
-struct Copy {
-  std::byte* to;
-  const std::byte* from;
-  std::uint32_t num_bytes;
-  std::uint32_t num_vectors;  ///< of 16 bytes, in front; 0 where an address is not aligned
-};
-
-/// The distance between copies in a list, and the factor that replaces a division by it.
-struct Stride {
-  std::uint32_t num_vectors = 0;
-  std::uint32_t inverse = 0;
-};
-
-RINGCOMM_HD inline Copy copy_of(void* to, const void* from, std::size_t num_bytes) {
-  const bool is_whole = is_aligned(to, sizeof(Vector)) && is_aligned(from, sizeof(Vector));
-  return {static_cast<std::byte*>(to), static_cast<const std::byte*>(from),
-          static_cast<std::uint32_t>(num_bytes),
-          is_whole ? static_cast<std::uint32_t>(num_bytes / sizeof(Vector)) : 0};
-}
-
-/// Several copies as one list of vectors for the threads of a block: vector v of copy k has number
-/// k * stride + v. No copy is longer than the stride.
-class CopyList {
- public:
-  RINGCOMM_HD CopyList(const Copy* copies, int num, const Stride& stride)
-      : copies_(copies), num_(static_cast<unsigned>(num)), stride_(stride) {}
-
-  /// For copies of at most `max_bytes`.
-  static constexpr Stride stride_of(std::size_t max_bytes) {
-    const auto num_vectors = static_cast<std::uint32_t>(max_bytes / sizeof(Vector));
-    // Rounded up. The value for 1 would overflow, so it is stored as 0.
-    return {num_vectors, num_vectors > 1 ? 0xffffffffu / num_vectors + 1 : 0};
-  }
-
-  RINGCOMM_HD std::uint32_t num_vectors() const { return num_ * stride_.num_vectors; }
-
-  struct Place {
-    std::byte* to;
-    const std::byte* from;
-    bool is_there;
-  };
-  RINGCOMM_HD Place at(std::uint32_t idx) const {
-    std::uint32_t k = product_high(idx, stride_.inverse);
-    if (stride_.num_vectors == 1) k = idx;
-    if (k * stride_.num_vectors > idx) --k;  // the inverse is rounded up
-    const Copy& copy = copies_[k < num_ ? k : 0];
-    const std::uint32_t vector = idx - k * stride_.num_vectors;
-    const std::size_t offset = std::size_t{vector} * sizeof(Vector);
-    return {copy.to + offset, copy.from + offset, k < num_ && vector < copy.num_vectors};
-  }
-  RINGCOMM_HD unsigned num() const { return num_; }
-  RINGCOMM_HD const Copy& operator[](unsigned k) const { return copies_[k]; }
-
- private:
-  const Copy* copies_;
-  unsigned num_;
-  Stride stride_;
-};
-
 /// Vectors that a thread has in registers. `make kernel-sweep HELD=8` measures another number.
 #ifndef RINGCOMM_HELD_VECTORS
 #define RINGCOMM_HELD_VECTORS 4
 #endif
 inline constexpr std::uint32_t kHeldVectors = RINGCOMM_HELD_VECTORS;
 
-/// Those of a list from vector `first` on that are loaded before a wait and stored after it.
-template <Cached kFrom, Cached kTo>
-class HeldVectors {
- public:
-  template <class B>
-  RINGCOMM_HD void load(const B& block, const CopyList& list, std::uint32_t first) {
-    RINGCOMM_UNROLL
-    for (std::uint32_t u = 0; u < kHeldVectors; ++u) {
-      const auto place = list.at(opaque(first + u * block.num_threads() + block.thread_idx()));
-      held_[u] = load_pack<kFrom, Vector>(place.from, place.is_there);
-    }
-  }
-  template <class B>
-  RINGCOMM_HD void store(const B& block, const CopyList& list, std::uint32_t first) const {
-    RINGCOMM_UNROLL
-    for (std::uint32_t u = 0; u < kHeldVectors; ++u) {
-      const auto place = list.at(opaque(first + u * block.num_threads() + block.thread_idx()));
-      store_pack<kTo>(place.to, held_[u], place.is_there);
-    }
-  }
-
- private:
-  Vector held_[kHeldVectors];
-};
-
-template <class Unit, class B>
-RINGCOMM_HD void copy_units(const B& block, std::byte* to, const std::byte* from,
+template <class Unit, class Threads>
+RINGCOMM_HD void copy_units(const Threads& threads, std::byte* to, const std::byte* from,
                             std::uint32_t num_units) {
   RINGCOMM_ROLLED
-  for (std::uint32_t i = block.thread_idx(); i < num_units; i += block.num_threads())
+  for (std::uint32_t i = threads.thread_idx(); i < num_units; i += threads.num_threads())
     store_pack<Cached::kYes>(to + std::size_t{i} * sizeof(Unit),
                              load_pack<Cached::kYes, Unit>(from + std::size_t{i} * sizeof(Unit)));
 }
 
-/// Copies the bytes outside whole vectors: everything if an address is not aligned.
-template <class B>
-RINGCOMM_HD void copy_rest(const B& block, const Copy& copy) {
-  const auto done = static_cast<std::uint32_t>(copy.num_vectors * sizeof(Vector));
-  if (done == copy.num_bytes) return;
-  std::byte* to = copy.to + done;
-  const std::byte* from = copy.from + done;
-  const std::uint32_t num_bytes = copy.num_bytes - done;
-  const std::uint32_t num_words = is_aligned(to, 4) && is_aligned(from, 4) ? num_bytes / 4 : 0;
-  copy_units<std::uint32_t>(block, to, from, num_words);
-  copy_units<std::byte>(block, to + num_words * 4, from + num_words * 4, num_bytes - num_words * 4);
-}
-
-/// Copies from vector `first` of the list; other threads may read the result after a sync.
-template <Cached kFrom, Cached kTo, class B>
-RINGCOMM_HD void copy_all(const B& block, const CopyList& list, std::uint32_t first = 0) {
+/// memcpy by threads that are numbered, of less than 4 GiB; of a block, others may read the result
+/// after a sync.
+template <Cached kFrom = Cached::kYes, Cached kTo = Cached::kYes, class Threads>
+RINGCOMM_HD void copy_by_threads(const Threads& threads, std::byte* to, const std::byte* from,
+                                 std::uint32_t num_bytes) {
+  const bool is_whole = is_aligned(to, sizeof(Vector)) && is_aligned(from, sizeof(Vector));
+  const std::uint32_t num_vectors = is_whole ? num_bytes / sizeof(Vector) : 0;
   RINGCOMM_ROLLED
-  for (; first < list.num_vectors(); first += kHeldVectors * block.num_threads()) {
-    CopyList::Place places[kHeldVectors];
+  for (std::uint32_t first = 0; first < num_vectors;
+       first += kHeldVectors * threads.num_threads()) {
     Vector held[kHeldVectors];
     RINGCOMM_UNROLL
-    for (std::uint32_t u = 0; u < kHeldVectors; ++u)
-      places[u] = list.at(opaque(first + u * block.num_threads() + block.thread_idx()));
+    for (std::uint32_t u = 0; u < kHeldVectors; ++u) {
+      const std::uint32_t idx = opaque(first + u * threads.num_threads() + threads.thread_idx());
+      held[u] =
+          load_pack<kFrom, Vector>(from + std::size_t{idx} * sizeof(Vector), idx < num_vectors);
+    }
+    end_of_loads();
     RINGCOMM_UNROLL
-    for (std::uint32_t u = 0; u < kHeldVectors; ++u)
-      held[u] = load_pack<kFrom, Vector>(places[u].from, places[u].is_there);
-    RINGCOMM_UNROLL
-    for (std::uint32_t u = 0; u < kHeldVectors; ++u)
-      store_pack<kTo>(places[u].to, held[u], places[u].is_there);
+    for (std::uint32_t u = 0; u < kHeldVectors; ++u) {
+      const std::uint32_t idx = opaque(first + u * threads.num_threads() + threads.thread_idx());
+      store_pack<kTo>(to + std::size_t{idx} * sizeof(Vector), held[u], idx < num_vectors);
+    }
   }
-  RINGCOMM_ROLLED
-  for (unsigned k = 0; k < list.num(); ++k) copy_rest(block, list[k]);
-}
-
-/// memcpy by all threads of a block, of less than 4 GiB.
-template <Cached kFrom = Cached::kYes, Cached kTo = Cached::kYes, class B>
-RINGCOMM_HD void copy_by_block(const B& block, void* to, const void* from, std::size_t num_bytes) {
-  const Copy copy = copy_of(to, from, num_bytes);
-  copy_all<kFrom, kTo>(block, CopyList(&copy, 1, {copy.num_vectors, 0}));
+  // What is left of vectors: all if an address is not aligned.
+  const auto done = static_cast<std::uint32_t>(num_vectors * sizeof(Vector));
+  if (done == num_bytes) return;
+  to += done;
+  from += done;
+  num_bytes -= done;
+  const std::uint32_t num_words = is_aligned(to, 4) && is_aligned(from, 4) ? num_bytes / 4 : 0;
+  copy_units<std::uint32_t>(threads, to, from, num_words);
+  copy_units<std::byte>(threads, to + num_words * 4, from + num_words * 4,
+                        num_bytes - num_words * 4);
 }
 
 }  // namespace ringcomm::cuda

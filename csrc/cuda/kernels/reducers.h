@@ -94,7 +94,7 @@ class AnyReducer {
     });
   }
 
-  /// outputs[...][i] = sources[0][i] (+) ... by all threads of a block. Both have num() and
+  /// outputs[...][i] = sources[0][i] (+) ... by some threads. Both have num() and
   /// at(idx).
   template <int kMaxVectors = 8, class B, class To, class Sources>
   RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
@@ -152,15 +152,17 @@ struct Outputs {
 };
 
 struct TableSources {
-  const StepTables& tables;
+  const Tables& tables;
   int num_sources;
+  std::size_t offset;
   RINGCOMM_HD int num() const { return num_sources; }
-  RINGCOMM_HD const std::byte* at(int source) const { return tables.sources[source]; }
+  RINGCOMM_HD const std::byte* at(int source) const { return tables.sources[source] + offset; }
 };
 struct TableOutputs {
-  const StepTables& tables;
+  const Tables& tables;
+  std::size_t offset;
   RINGCOMM_HD int num() const { return tables.num_outputs; }
-  RINGCOMM_HD std::byte* at(int output) const { return tables.outputs[output]; }
+  RINGCOMM_HD std::byte* at(int output) const { return tables.outputs[output] + offset; }
 };
 
 template <class To, class Sources>

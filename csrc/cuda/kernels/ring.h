@@ -2,8 +2,8 @@
 
 #include "core/chunk_layout.h"
 #include "core/link_protocol.h"
-#include "cuda/kernels/phases.h"
 #include "cuda/kernels/reducers.h"
+#include "cuda/kernels/rendezvous.h"
 
 // all_reduce around a ring of links, several rings side by side: block b of every rank is channel
 // b, and has its own part of every chunk. The schedule is that of collectives/ring.h.
@@ -28,12 +28,9 @@ class Ring {
         from_previous_(block, link(schedule_.previous(), call.rank), schedule_.previous()),
         layout_(call.num_elems, call.world_size),
         reducer_(call.dtype, call.reduction),
-        slice_elems_(call.staging.layout.ring_slot_bytes() / reducer_.elem_bytes()) {}
+        slice_elems_(call.staging.layout.ring_slot_bytes / reducer_.elem_bytes()) {}
 
   RINGCOMM_HD WaitStatus run() {
-    // Slots are in the regions of boards. Once all ranks have published a phase of this call, none
-    // reads a region of an earlier one.
-    if (const WaitStatus stop = meet(); stop != WaitStatus::kNone) return stop;
     const std::size_t slices = num_slices(layout_.max_chunk_elems(), slice_elems_);
     RINGCOMM_ROLLED
     for (std::size_t slice_idx = block_.block_idx(); slice_idx < slices;
@@ -45,14 +42,6 @@ class Ring {
   }
 
  private:
-  RINGCOMM_HD WaitStatus meet() {
-    Phases<B> phases(block_, call_);
-    std::byte* region = nullptr;
-    if (const WaitStatus stop = phases.open(region, true); stop != WaitStatus::kNone) return stop;
-    phases.publish();
-    return phases.wait_all(true);
-  }
-
   RINGCOMM_HD LinkGeometry link(int from, int to) const {
     return call_.staging.ring_link(from, to, block_.block_idx());
   }
@@ -119,9 +108,16 @@ class Ring {
   std::size_t slice_elems_;
 };
 
+/// After a rendezvous, in which ranks have compared their calls.
 template <class Reducer, Block B>
 RINGCOMM_HD void all_reduce_ring(B& block, const KernelCall& call) {
-  run_collective<Ring<Reducer, B>>(block, call);
+  CallTable& table = call.staging.table(call.rank);
+  if (table.is_open == 0) return;
+  const WaitStatus stop = Ring<Reducer, B>(block, call).run();
+  finish(block, call, stop);
+  if (stop == WaitStatus::kNone) return;
+  poison(block, call);
+  if (block.thread_idx() == 0) table.is_open = 0;  // the other rendezvous waits for nobody
 }
 
 }  // namespace ringcomm::cuda

@@ -13,16 +13,8 @@ namespace ringcomm::cuda {
 
 inline constexpr int kMaxRanks = 32;
 
-/// Threads of a block of any kernel: what has a barrier and a channel to the same block of other
-/// ranks.
+/// Threads of a block of any kernel.
 inline constexpr int kBlockThreads = 256;
-/// Blocks that a launch puts at a place, as one block of CUDA: one works while another waits.
-inline constexpr int kBlocksPerPlace = 2;
-inline constexpr int kPlaceThreads = kBlockThreads * kBlocksPerPlace;
-
-/// Places of any kernel of a group on a multiprocessor: a thread has 64 registers. Checked where
-/// kernels are loaded.
-inline constexpr int kPlacesPerMultiprocessor = 2;
 
 /// Words of a call's header, as kernels compare them: CallHeader without the call's number.
 inline constexpr int kHeaderWords = 32;
@@ -52,108 +44,123 @@ struct Control {
   }
 };
 
+/// In Control::stop: a peer made another call.
+inline constexpr std::uint32_t kMismatch = 100;
+/// A rank has another shard for this one than this one expects: its bytes, and the expected ones,
+/// two words each.
+inline constexpr std::uint32_t kShardDiffers = 101;
+/// A receive got a different message: the same, and its tag.
+inline constexpr std::uint32_t kP2pDiffers = 102;
+/// Two kernels of this rank used the same part of its staging at a time.
+inline constexpr std::uint32_t kOverlap = 103;
+
 /// The words of a rank's kernels in front of its staging.
 struct RankWords {
   std::uint32_t is_reported;  ///< by the first block that failed
   std::uint32_t asked_at;     ///< when a block last read Control::abort
   std::uint32_t is_aborted;   ///< what it read
+  std::uint32_t is_in_call;   ///< between the two rendezvous of a call (Claim)
 };
 
-/// In Control::stop: a peer made another call.
-inline constexpr std::uint32_t kMismatch = 100;
-/// Ranks theirs[0] and theirs[1] disagree on the first's bytes for the second: two words of each.
-inline constexpr std::uint32_t kSizesDiffer = 101;
-/// A receive got a different message: its bytes as two words, its tag.
-inline constexpr std::uint32_t kP2pDiffers = 102;
-/// Two kernels of this rank used the same part of its staging at a time.
-inline constexpr std::uint32_t kOverlap = 103;
+/// A place in memory that all ranks of a group have mapped: an allocation's row in the table of
+/// local addresses and an offset, or an offset in its owner's scratch memory. 0 is none.
+using Place = std::uint64_t;
+inline constexpr int kPlaceOffsetBits = 40;
+inline constexpr Place kScratchRow = (Place{1} << (64 - kPlaceOffsetBits)) - 1;
+RINGCOMM_HD constexpr Place place_in(std::uint64_t row, std::uint64_t offset) {
+  return (row + 1) << kPlaceOffsetBits | offset;
+}
+RINGCOMM_HD constexpr Place place_in_scratch(std::uint64_t offset) {
+  return kScratchRow << kPlaceOffsetBits | offset;
+}
 
-/// Whether peers can use the buffers of a rank's call where they are.
-enum class Lends : std::uint64_t {
-  kNothing,  ///< it has nothing for any peer, and gets no result of a peer: it does as the others
-  kNo,
-  kYes
+/// What a rank publishes at the first rendezvous of a call.
+struct alignas(kLineBytes) CallNotice {
+  std::uint32_t header[kHeaderWords];  ///< compared with every peer's
+  std::uint64_t is_staged;             ///< whether some of its places are in its scratch memory
+  Place inputs[kMaxRanks];             ///< what each rank reads
+  Place outputs[kMaxRanks];            ///< where each rank writes
 };
 
-/// The header of the data of a call's first phase.
-struct alignas(kLineBytes) PhaseHeader {
-  std::uint32_t header[kHeaderWords];  ///< compared with every peer's before its data is read
-  /// Whether peers may access this rank's buffers, and their places (Lent): an input for each rank.
-  Lends lends;
-  std::uint64_t lent_inputs[kMaxRanks];
-  std::uint64_t lent_output;
-  /// Bytes of the shards for and from each rank, where they may differ from rank to rank.
-  std::uint64_t input_bytes[kMaxRanks];
-  std::uint64_t output_bytes[kMaxRanks];
+/// The result of a rank's last rendezvous, for the kernels between it and the next. Local addresses
+/// of what each peer has for this rank, and of where it wants this rank's results.
+struct alignas(kLineBytes) CallTable {
+  std::uint32_t is_open;   ///< all ranks have made this call
+  std::uint32_t is_whole;  ///< no rank stages: its first piece is all of it
+  const std::byte* inputs[kMaxRanks];
+  std::byte* outputs[kMaxRanks];
 };
 
-/// The layout of the staging of every rank: cursors, packets, regions, message slots. A block works
-/// in its own part of each, so that its cursors protect everything that it accesses.
+/// Links carry messages of the program, or shards of collectives whose sizes only two ranks know.
+enum class LinkUse : std::uint8_t { kMessages, kShards };
+inline constexpr std::uint32_t kNumLinkUses = 2;
+
+/// In front of a slot of a link: of the message that its first slot begins.
+struct alignas(16) Letter {
+  std::uint64_t num_bytes;  ///< of the whole message
+  std::int64_t tag;
+  Place place;  ///< of its data; 0: it is in this slot and the next ones
+  std::uint64_t unused;
+};
+
+/// What a rank keeps of its two links with a peer, behind their cursors.
+struct alignas(kLineBytes) LinkWords {
+  /// Messages of a lane, in one launch, that may be read where they are.
+  static constexpr std::uint32_t kMostLong = 8;
+  const std::byte* sources[kMostLong];  ///< of those that are received; null: by slots
+  Cursor read;                          ///< of those that were announced: the peer has read so many
+  std::uint64_t num_announced, num_read;
+  std::uint32_t is_sending, is_receiving;  ///< words of Claim
+  std::uint32_t
+      is_open[2];  ///< of what is received, or sent: the launch's first kernel has not failed
+};
+
+/// The layout of the staging of every rank: the rendezvous, packets, links, scratch memory.
 struct StagingLayout {
   std::uint32_t world_size = 1;
-  std::uint32_t num_blocks = kBlocksPerPlace;  ///< of any call, at most: those of all places
-  std::uint32_t num_packet_blocks = 1;         ///< of a call by packets, at most
-  std::uint32_t packets_per_block = 0;         ///< for each peer, in each of two places
-  std::uint32_t region_bytes = 0;              ///< of a block, in each of two phases
-  std::uint32_t num_p2p_channels = 1;          ///< of a send or receive, at most
-  std::uint32_t p2p_slot_bytes = 0;
+  std::uint32_t num_blocks = 1;         ///< of kernels that wait: packets and rings, at most
+  std::uint32_t packets_per_block = 0;  ///< for each peer, in each of two places
+  std::uint32_t ring_slot_bytes = 0;
+  std::uint32_t link_slot_bytes = 0;
+  std::uint64_t scratch_bytes = 0;
 
-  RINGCOMM_HD constexpr std::uint32_t num_places() const { return num_blocks / kBlocksPerPlace; }
-
-  static constexpr std::uint32_t kP2pSlots = 2;
-  /// The slots of a ring's link share the two regions of a block.
   static constexpr std::uint32_t kRingSlots = 2;
-  RINGCOMM_HD constexpr std::uint32_t ring_slot_bytes() const {
-    return 2 * region_bytes / kRingSlots / kLineBytes * kLineBytes;
-  }
+  static constexpr std::uint32_t kLinkSlots = 4;
 
-  /// After the line of RankWords.
-  RINGCOMM_HD constexpr std::size_t published_offset(std::uint32_t block,
-                                                     std::uint32_t writer) const {
-    return kLineBytes + std::size_t{block * world_size + writer} * sizeof(Cursor);
+  // After the line of RankWords.
+  static constexpr std::size_t kTableOffset = kLineBytes;
+  static constexpr std::size_t kNoticesOffset = kTableOffset + sizeof(CallTable);
+  static constexpr std::size_t kPublishedOffset = kNoticesOffset + 2 * sizeof(CallNotice);
+
+  RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::uint32_t block) const {
+    return kPublishedOffset + std::size_t{world_size} * sizeof(Cursor) +
+           std::size_t{block} * kLineBytes;
   }
   RINGCOMM_HD constexpr std::size_t ring_offset(std::uint32_t block) const {
-    return published_offset(num_blocks, 0) + std::size_t{block} * sizeof(LinkCursors);
-  }
-  /// Numbers of calls by packets, one per block.
-  RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::uint32_t block) const {
-    return ring_offset(num_blocks) + std::size_t{block} * kLineBytes;
-  }
-  /// Words of Claim: for each block of collectives, then for each channel of messages to a rank and
-  /// from one.
-  RINGCOMM_HD constexpr std::size_t busy_offset(std::uint32_t idx) const {
-    return packet_calls_offset(num_packet_blocks) + std::size_t{idx} * sizeof(std::uint32_t);
-  }
-  RINGCOMM_HD constexpr std::size_t busy_p2p_offset(std::uint32_t peer, bool is_send,
-                                                    std::uint32_t channel) const {
-    return busy_offset(num_blocks + (2 * peer + (is_send ? 1u : 0u)) * num_p2p_channels + channel);
+    return packet_calls_offset(num_blocks) +
+           std::size_t{block} * (sizeof(LinkCursors) + kRingSlots * std::size_t{ring_slot_bytes});
   }
   /// A link from `sender`: its tail, then slots. The head next to the tail is that of the link to
   /// `sender`, for which this rank waits.
-  RINGCOMM_HD constexpr std::size_t p2p_offset(std::uint32_t sender, std::uint32_t channel) const {
-    return num_slices(busy_p2p_offset(world_size, false, 0), kLineBytes) * kLineBytes +
-           std::size_t{sender * num_p2p_channels + channel} *
-               (sizeof(LinkCursors) + kP2pSlots * std::size_t{p2p_slot_bytes});
+  RINGCOMM_HD constexpr std::size_t link_offset(LinkUse use, std::uint32_t sender) const {
+    return ring_offset(num_blocks) +
+           (static_cast<std::size_t>(use) * world_size + sender) * link_bytes();
+  }
+  RINGCOMM_HD constexpr std::size_t link_bytes() const {
+    return sizeof(LinkCursors) + sizeof(LinkWords) + kLinkSlots * std::size_t{link_slot_bytes};
   }
   /// The packets from `sender` to this rank in calls with odd, or even, numbers.
   RINGCOMM_HD constexpr std::size_t packets_offset(std::uint32_t block, std::uint32_t turn,
                                                    std::uint32_t sender) const {
-    return p2p_offset(world_size, 0) +
-           std::size_t{((block * 2 + turn) * world_size + sender) * packets_per_block} *
+    return link_offset(LinkUse::kShards, world_size) +
+           std::size_t{((block * 2 + turn) * world_size + sender)} * packets_per_block *
                sizeof(Packet);
   }
-  /// In front of both regions of a block, which so are one piece of memory for a ring's slots.
-  RINGCOMM_HD constexpr std::size_t phase_header_offset(std::uint32_t block,
-                                                        std::uint64_t phase) const {
-    return packets_offset(num_packet_blocks, 0, 0) +
-           std::size_t{block} * (2 * (sizeof(PhaseHeader) + std::size_t{region_bytes})) +
-           (phase & 1) * sizeof(PhaseHeader);
+  RINGCOMM_HD constexpr std::size_t scratch_offset() const {
+    return num_slices(packets_offset(num_blocks, 0, 0), kScratchAlign) * kScratchAlign;
   }
-  RINGCOMM_HD constexpr std::size_t region_offset(std::uint32_t block, std::uint64_t phase) const {
-    return phase_header_offset(block, 0) + 2 * sizeof(PhaseHeader) +
-           (phase & 1) * std::size_t{region_bytes};
-  }
-  RINGCOMM_HD constexpr std::size_t num_bytes() const { return phase_header_offset(num_blocks, 0); }
+  RINGCOMM_HD constexpr std::size_t num_bytes() const { return scratch_offset() + scratch_bytes; }
+  static constexpr std::size_t kScratchAlign = 256;
 };
 
 /// The addresses of the ranks' staging memories in one rank's mapping.
@@ -161,57 +168,64 @@ struct Staging {
   StagingLayout layout;
   std::byte* of[kMaxRanks] = {};
 
-  RINGCOMM_HD std::uint32_t& word_at(int rank, std::size_t offset) const {
-    return *reinterpret_cast<std::uint32_t*>(of[rank] + offset);
+  template <class Word>
+  RINGCOMM_HD Word& at(int rank, std::size_t offset) const {
+    return *reinterpret_cast<Word*>(of[rank] + offset);
   }
-  RINGCOMM_HD RankWords& words(int rank) const { return *reinterpret_cast<RankWords*>(of[rank]); }
-  RINGCOMM_HD std::uint32_t& busy(int rank, unsigned block) const {
-    return word_at(rank, layout.busy_offset(block));
+  RINGCOMM_HD RankWords& words(int rank) const { return at<RankWords>(rank, 0); }
+  RINGCOMM_HD CallTable& table(int rank) const {
+    return at<CallTable>(rank, StagingLayout::kTableOffset);
   }
-  /// The writer's `published` cursor, in the memory of the reader, which waits for it there.
-  RINGCOMM_HD Cursor& published(int reader, int writer, unsigned block) const {
-    return *reinterpret_cast<Cursor*>(
-        of[reader] + layout.published_offset(block, static_cast<std::uint32_t>(writer)));
+  /// Of a phase of the rendezvous.
+  RINGCOMM_HD CallNotice& notice(int rank, std::uint64_t phase) const {
+    return at<CallNotice>(rank, StagingLayout::kNoticesOffset + phase % 2 * sizeof(CallNotice));
   }
-  RINGCOMM_HD PhaseHeader& phase_header(int rank, unsigned block, std::uint64_t phase) const {
-    return *reinterpret_cast<PhaseHeader*>(of[rank] + layout.phase_header_offset(block, phase));
+  /// The writer's cursor, in the memory of the reader, which waits for it there.
+  RINGCOMM_HD Cursor& published(int reader, int writer) const {
+    return at<Cursor>(reader, StagingLayout::kPublishedOffset +
+                                  static_cast<std::size_t>(writer) * sizeof(Cursor));
   }
+  RINGCOMM_HD std::byte* scratch(int rank) const { return of[rank] + layout.scratch_offset(); }
   /// The link of a ring that ends at `to`: slots and tail are in the memory of `to`, which waits
   /// for the tail; the head is in the sender's.
   RINGCOMM_HD LinkGeometry ring_link(int from, int to, unsigned block) const {
-    return {&reinterpret_cast<LinkCursors*>(of[to] + layout.ring_offset(block))->tail,
-            &reinterpret_cast<LinkCursors*>(of[from] + layout.ring_offset(block))->head,
-            of[to] + layout.region_offset(block, 0), StagingLayout::kRingSlots,
-            layout.ring_slot_bytes()};
+    return link_of(from, to, layout.ring_offset(block), layout.ring_offset(block),
+                   sizeof(LinkCursors), StagingLayout::kRingSlots, layout.ring_slot_bytes);
   }
-  RINGCOMM_HD LinkGeometry p2p_link(int from, int to, unsigned channel) const {
-    auto* there = of[to] + layout.p2p_offset(static_cast<std::uint32_t>(from), channel);
-    auto* here = of[from] + layout.p2p_offset(static_cast<std::uint32_t>(to), channel);
-    return {&reinterpret_cast<LinkCursors*>(there)->tail,
-            &reinterpret_cast<LinkCursors*>(here)->head, there + sizeof(LinkCursors),
-            StagingLayout::kP2pSlots, layout.p2p_slot_bytes};
+  RINGCOMM_HD LinkGeometry link(LinkUse use, int from, int to) const {
+    return link_of(from, to, layout.link_offset(use, static_cast<std::uint32_t>(to)),
+                   layout.link_offset(use, static_cast<std::uint32_t>(from)),
+                   sizeof(LinkCursors) + sizeof(LinkWords), StagingLayout::kLinkSlots,
+                   layout.link_slot_bytes);
+  }
+  RINGCOMM_HD LinkWords& link_words(LinkUse use, int rank, int peer) const {
+    return at<LinkWords>(
+        rank, layout.link_offset(use, static_cast<std::uint32_t>(peer)) + sizeof(LinkCursors));
+  }
+
+ private:
+  RINGCOMM_HD LinkGeometry link_of(int from, int to, std::size_t at_sender, std::size_t at_receiver,
+                                   std::size_t slots, std::uint32_t num_slots,
+                                   std::size_t slot_bytes) const {
+    return {&at<LinkCursors>(to, at_receiver).tail, &at<LinkCursors>(from, at_sender).head,
+            of[to] + at_receiver + slots, num_slots, slot_bytes};
   }
 };
 
-/// The boards of block b of all ranks; a geometry of core's Board.
-struct BlockBoards {
+/// The rendezvous of all ranks; a geometry of core's Board, of which it uses the cursors.
+struct Meeting {
   const Staging& staging;
-  unsigned block;
   int world_size;
-  std::size_t region_bytes;
-
-  RINGCOMM_HD BlockBoards(const Staging& all, unsigned block_idx)
-      : staging(all),
-        block(block_idx),
-        world_size(static_cast<int>(all.layout.world_size)),
-        region_bytes(all.layout.region_bytes) {}
-
+  static constexpr std::size_t region_bytes = 0;
   static constexpr bool kHasCopies = true;
+
+  RINGCOMM_HD explicit Meeting(const Staging& all)
+      : staging(all), world_size(static_cast<int>(all.layout.world_size)) {}
   RINGCOMM_HD Cursor& cursor(int reader, int writer, std::uint64_t /*phase*/) const {
-    return staging.published(reader, writer, block);
+    return staging.published(reader, writer);
   }
   RINGCOMM_HD std::byte* region(int rank, std::uint64_t phase) const {
-    return staging.of[rank] + staging.layout.region_offset(block, phase);
+    return reinterpret_cast<std::byte*>(&staging.notice(rank, phase));
   }
 };
 

@@ -2,5 +2,5 @@
 #include "cuda/kernels/kernel_list.h"
 
 namespace ringcomm::cuda {
-RINGCOMM_UPDATE_KERNELS(RINGCOMM_GPU_KERNEL)
+RINGCOMM_UPDATE_KERNELS(RINGCOMM_WIDE_GPU_KERNEL)
 }  // namespace ringcomm::cuda

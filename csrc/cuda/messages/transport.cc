@@ -346,7 +346,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     const cuda::ContextGuard guard(device_.index());
     cuda::KernelCall kernel_call;
     const cuda::LaunchPlan plan = cuda::plan_own_update(call, grad, param, num_elems, kernel_call);
-    kernels.launch(kernels.find(plan.kernel), plan, kernel_call, handle_of(stream));
+    kernels.launch(kernels.find(plan.kernel), plan.num_blocks, kernel_call, handle_of(stream));
   }
 
   // An all_reduce: in each step a rank sends a slice of a chunk to the next rank, and receives one

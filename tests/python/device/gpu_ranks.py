@@ -8,8 +8,8 @@ sets for each layout that the box allows:
     GPU_TEST_RANKS    2 by default
     GPU_TEST_LAYOUT   "all": rank i on device i mod their number; "one": all on the first
 
-On emulated devices it runs everywhere: with two ranks on one, with three on two, with two that take
-turns, and with three over messages.
+On emulated devices it runs everywhere: with two ranks on one, with three on two, and with three
+over messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from torch import Tensor
 CUDA, EMULATED = "cuda", "emugpu"
 NUM_RANKS = int(os.environ.get("GPU_TEST_RANKS", "2"))
 LAYOUT = os.environ.get("GPU_TEST_LAYOUT", "all")
-# Where processes take turns on a GPU, a call takes milliseconds for each round.
 CUDA_TIMEOUT_S = 180.0
 # For the kernels of the others to give up after a rank's error: a process that is killed in a
 # kernel would end MPS, and with it all later tests.
@@ -45,14 +44,13 @@ GRACE_S = 8.0
 class Gpus:
     """Ranks of one kind of device.
 
-    Emulated ones are on `num_devices`, under MPS or not; without `kernels`, or file descriptors
-    (`fds`), they exchange data over "emup2p", whose messages and collectives behave as NCCL's.
+    Emulated ones are on `num_devices`; without `kernels`, or file descriptors (`fds`), they exchange
+    data over "emup2p", whose messages and collectives behave as NCCL's.
     """
 
     kind: str
     world_size: int
     num_devices: int = 1
-    mps: bool = True
     kernels: bool = True
     fds: bool = True
 
@@ -61,20 +59,9 @@ class Gpus:
         return self.kind == CUDA
 
     @property
-    def take_turns(self) -> bool:
-        """Whether processes share a GPU without MPS: then the hosts meet in each call."""
-        if not self.is_cuda:
-            return not self.mps
-        return self.num_cuda < self.world_size and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-
-    @property
     def num_cuda(self) -> int:
         """Of CUDA's devices, those with ranks."""
         return 1 if LAYOUT == "one" else torch.cuda.device_count()
-
-    def skip_if_they_take_turns(self, why: str) -> None:
-        if self.take_turns:
-            pytest.skip(f"ranks take turns on a GPU, without MPS: {why}")
 
     @property
     def backend(self) -> str:
@@ -101,7 +88,6 @@ class Gpus:
         if self.is_cuda:
             options |= {"libraries": (), "timeout_s": CUDA_TIMEOUT_S}
         else:
-            rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
             rank_env["RINGCOMM_EMULATOR_VMM"] = str(int(self.fds))
             if self.world_size > 2:  # room for messages with several peers
                 rank_env["RINGCOMM_EMULATOR_SMS"] = "48"
@@ -147,12 +133,11 @@ cuda_marks = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 _real = pytest.param(Gpus(CUDA, NUM_RANKS), marks=cuda_marks, id=f"cuda{NUM_RANKS}")
-_two_on_one, _three_on_two, _in_turns, _messages, _messages_and_kernels = (
+_two_on_one, _three_on_two, _messages, _messages_and_kernels = (
     pytest.param(gpus, marks=emulated_gpu.needs_emulated_gpu, id=name)
     for gpus, name in (
         (Gpus(EMULATED, 2), "emu2on1"),
         (Gpus(EMULATED, 3, 2), "emu3on2"),
-        (Gpus(EMULATED, 2, mps=False), "emu2on1-turns"),
         (Gpus(EMULATED, 3, kernels=False), "emu3on1-messages"),
         (Gpus(EMULATED, 3, fds=False), "emu3on1-messages-kernels"),
     )
@@ -161,31 +146,24 @@ _most = [_real, _two_on_one, slow(_three_on_two)]
 on_cuda = pytest.mark.parametrize("gpus", [_real])
 on_gpus = pytest.mark.parametrize("gpus", _most)
 # Every kind is quick in test_gpu_collectives.py; elsewhere two of them are.
-on_all_gpus = pytest.mark.parametrize("gpus", [*_most, slow(_in_turns), _messages])
-on_each_kind = pytest.mark.parametrize(
-    "gpus", [_real, _two_on_one, _three_on_two, _in_turns, _messages]
-)
-on_gpus_with_kernels = pytest.mark.parametrize("gpus", [*_most, _in_turns, _messages_and_kernels])
+on_all_gpus = pytest.mark.parametrize("gpus", [*_most, _messages])
+on_each_kind = pytest.mark.parametrize("gpus", [_real, _two_on_one, _three_on_two, _messages])
+on_gpus_with_kernels = pytest.mark.parametrize("gpus", [*_most, _messages_and_kernels])
 # Of what takes its time and does not depend on the number of ranks.
 on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _messages])
 on_one_gpu = pytest.mark.parametrize("gpus", [_real, _two_on_one])
 
 
-def in_gpu_ranks(
-    where: Any, no_turns: str = "", **options: Any
-) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def in_gpu_ranks(where: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of a function that every rank runs, as ranks.in_ranks() does.
 
     Args:
         where: on_gpus, or another of those.
-        no_turns: why there is no test where ranks take turns.
         options: Gpus.run()'s.
     """
 
     def run(body: ranks.Body, *args: Any, gpus: Gpus) -> None:
         __tracebackhide__ = True
-        if no_turns:
-            gpus.skip_if_they_take_turns(no_turns)
         gpus.run(body, *args, **options)
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:

@@ -126,11 +126,9 @@ def check_operators(rank: int, num_elems: int) -> None:
 
 @on_each_kind
 def test_messages_barrier_and_operators(gpus: Gpus) -> None:
-    """There are no sends and receives where ranks take turns."""
     for num_elems in SIZES:
         gpus.run(check_operators, num_elems)
-        if not gpus.take_turns:
-            gpus.run(send_and_receive, num_elems)
+        gpus.run(send_and_receive, num_elems)
 
 
 @in_gpu_ranks(on_gpus)

@@ -34,7 +34,7 @@ import ringcomm
 # Of a rank that comes late, of one that never comes, on CUDA's devices and on emulated ones.
 LATE_S = {True: 2.0, False: 0.2}
 TIMEOUT_S = {True: 4.0, False: 1.0}
-# Beyond the time-out: for a machine that is busy, or whose processes take turns on a GPU.
+# Beyond the time-out: for a machine that is busy.
 PATIENCE_S = 60.0
 NUM_LATER_CALLS, LATER_CALL_S = 20, 0.1
 
@@ -126,7 +126,6 @@ def test_the_call_after_one_that_failed_raises(gpus: Gpus, later: str) -> None:
 
     The watchdog, which looks every 20 ms, has not told of the failure yet.
     """
-    gpus.skip_if_they_take_turns("the call itself raises")
     timeout_s = TIMEOUT_S[gpus.is_cuda]
     results = gpus.run(call_after_a_failure, later, group_timeout_s=timeout_s, fresh=True)
     said = results[0]

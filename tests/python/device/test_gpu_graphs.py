@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import (
     CUDA,
-    Gpus,
     device,
     in_gpu_ranks,
     kind,
     meet,
     module,
-    on_all_gpus,
     on_gpus,
     on_one_gpu,
 )
@@ -38,7 +36,7 @@ def captured(fn: Callable[[], Any]) -> Any:
     return graph
 
 
-@in_gpu_ranks(on_gpus, no_turns="there are no graphs", fresh=True)
+@in_gpu_ranks(on_gpus, fresh=True)
 def test_many_replays(rank: int) -> None:
     """Inputs change from replay to replay; eager calls and another graph come in between."""
     world_size = dist.get_world_size()
@@ -68,7 +66,7 @@ def test_many_replays(rank: int) -> None:
     assert large.tolist() == [1.0] * 300_007
 
 
-@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs")
+@in_gpu_ranks(on_one_gpu)
 def test_other_collectives_in_a_graph(rank: int) -> None:
     world_size = dist.get_world_size()
     own, part = ones(), ones(0.0)
@@ -91,7 +89,7 @@ def test_other_collectives_in_a_graph(rank: int) -> None:
         assert holds(part, float(sum(r + turn for r in range(world_size))))
 
 
-@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs")
+@in_gpu_ranks(on_one_gpu)
 @pytest.mark.parametrize("sizes", [(1000, 300_007), (300_007, 1000)], ids=str)
 def test_calls_on_two_streams_of_a_graph(rank: int, sizes: tuple[int, int]) -> None:
     """Two calls that nothing orders but their group, on two streams of one graph; async works."""
@@ -120,7 +118,7 @@ def test_calls_on_two_streams_of_a_graph(rank: int, sizes: tuple[int, int]) -> N
         assert sums[1].tolist() == [2 * world_size * turn - total] * sizes[1], turn
 
 
-@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs", fresh=True)
+@in_gpu_ranks(on_one_gpu, fresh=True)
 def test_a_replay_meets_the_same_calls_of_another_rank(rank: int) -> None:
     """One rank replays while another calls (https://github.com/vllm-project/vllm/pull/25906)."""
     world_size = dist.get_world_size()
@@ -141,7 +139,7 @@ def test_a_replay_meets_the_same_calls_of_another_rank(rank: int) -> None:
         time.sleep(0.05)  # the hosts compare calls every 20 ms
 
 
-@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs", fresh=True)
+@in_gpu_ranks(on_one_gpu, fresh=True)
 @pytest.mark.parametrize("num_elems", [1000, 300_007])
 def test_a_group_ends_after_its_replays(rank: int, num_elems: int) -> None:
     """It is destroyed as one begins (https://github.com/meta-pytorch/torchcomms/pull/4201)."""
@@ -161,7 +159,7 @@ def test_a_group_ends_after_its_replays(rank: int, num_elems: int) -> None:
     assert one.tolist() == [world_size] * 10
 
 
-@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs", fresh=True)
+@in_gpu_ranks(on_one_gpu, fresh=True)
 def test_a_call_in_a_failed_capture_is_refused(rank: int) -> None:
     """And the group goes on (https://github.com/pie-project/pie/issues/499)."""
     tensor = ones()
@@ -177,17 +175,3 @@ def test_a_call_in_a_failed_capture_is_refused(rank: int) -> None:
     one = ones()
     dist.all_reduce(one)
     assert holds(one, dist.get_world_size())
-
-
-@on_all_gpus
-def test_no_capture_where_ranks_take_turns(gpus: Gpus) -> None:
-    if not gpus.take_turns:
-        pytest.skip("ranks run beside each other here")
-    gpus.run(refuse_a_capture, fresh=True)
-
-
-def refuse_a_capture(rank: int) -> None:
-    tensor = ones()
-    dist.all_reduce(tensor)
-    with pytest.raises((RuntimeError, ValueError), match="take turns"):
-        captured(lambda: dist.all_reduce(tensor))

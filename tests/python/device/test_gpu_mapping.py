@@ -44,7 +44,7 @@ def test_two_groups_over_one_allocation_that_comes_again(rank: int) -> None:
         module().empty_cache()
 
 
-@in_gpu_ranks(on_gpus, no_turns="nothing is mapped", fresh=True)
+@in_gpu_ranks(on_gpus, fresh=True)
 def test_freed_memory_is_given_back(rank: int) -> None:
     """By release(), after which the same sums are right in new memory."""
     for turn in range(2):

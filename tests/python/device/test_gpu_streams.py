@@ -28,7 +28,7 @@ def holds(tensor: Tensor, value: float) -> bool:
     return tensor.tolist() == [value] * NUM_ELEMS
 
 
-@in_gpu_ranks(on_all_gpus, no_turns="the hosts meet in each call")
+@in_gpu_ranks(on_all_gpus)
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_calls_and_waits_do_not_block_the_host(rank: int, is_async: bool) -> None:
     world_size = dist.get_world_size()
@@ -72,7 +72,7 @@ def test_collectives_run_in_the_order_of_the_current_stream_and_of_calls(rank: i
     module().synchronize()
     with module().stream(side), held(side, for_a_second=True):
         tensor.fill_(rank + 1.0)
-        dist.all_reduce(tensor, async_op=True).wait()  # on the host where ranks take turns
+        dist.all_reduce(tensor, async_op=True).wait()
         event = side.record_event()
     module().current_stream().wait_event(event)
     assert holds(tensor, world_size * (world_size + 1) / 2)
@@ -87,7 +87,7 @@ def test_collectives_run_in_the_order_of_the_current_stream_and_of_calls(rank: i
     assert holds(tensor, float(world_size) ** 4)
 
 
-@in_gpu_ranks(on_all_gpus, no_turns="calls run on the current stream")
+@in_gpu_ranks(on_all_gpus)
 def test_asynchronous_calls_have_their_own_stream(rank: int) -> None:
     """An asynchronous call waits for what was enqueued before it, and for nothing later."""
     world_size = dist.get_world_size()
@@ -100,7 +100,7 @@ def test_asynchronous_calls_have_their_own_stream(rank: int) -> None:
     assert holds(tensor, world_size**2)
 
 
-@in_gpu_ranks(on_all_gpus, no_turns="a call returns when it is done")
+@in_gpu_ranks(on_all_gpus)
 def test_tensors_live_as_long_as_they_are_used(rank: int) -> None:
     """The input goes while the call is under way; what takes its memory is not sent."""
     world_size = dist.get_world_size()
@@ -195,7 +195,6 @@ def _from_works(works: list[Any], by: str, received: list[Tensor]) -> None:
 
 @in_gpu_ranks(
     on_all_gpus,
-    no_turns="the hosts meet in each call",
     env={"RINGCOMM_EMULATOR_QUEUES": "0"},
     group_timeout_s=60.0,
 )
@@ -263,7 +262,7 @@ def test_the_future_of_a_barrier(rank: int) -> None:
 LARGE = (1 << 20) // 4  # elements, of a MiB
 
 
-@in_gpu_ranks(on_all_gpus, no_turns="there are no sends and receives", group_timeout_s=15.0)
+@in_gpu_ranks(on_all_gpus, group_timeout_s=15.0)
 @pytest.mark.parametrize(
     ("order", "sizes"),
     [("ssrr", (100_003, LARGE)), ("rrss", (LARGE, 100_003)), ("srsr", (LARGE, LARGE))],

@@ -135,8 +135,8 @@ def test_a_driver_that_refuses_for_a_while(rank: int) -> None:
             others.append(new_tensor())
         assert tensor.data_ptr() == place, "a test of nothing: the address was not used again"
     check_sums(tensor, 2 * FEW_CALLS)
-    assert bytes_read_of_peers(tensor, *others) == 0
-    if rank == 1:
+    if rank == 1:  # whose own tensor rank 0 reads where it is
+        assert bytes_read_of_peers(tensor, *others) == 0
         assert driver.cuIpcCloseMemHandle(address) == 0
     for _ in range(70):  # it tries every 64 calls
         dist.all_reduce(torch.ones(10, device=GPU))

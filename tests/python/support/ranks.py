@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import importlib
 import inspect
 import os
@@ -36,7 +35,6 @@ ANSWER_S = 300.0
 # What a busy machine may take to make a group, whatever its timeout is then.
 MAKE_S = 30.0
 MAX_LOG_CHARS = 6000
-GPU_FILE_DOOR = 1 << 20  # the byte on which every process that uses the file has a read lock
 
 
 EMULATED = "RINGCOMM_TEST_EMULATED_GPU"  # of ranks with the device "emugpu": its libraries
@@ -169,27 +167,9 @@ class Pool:
         self._server.forget(self)
 
 
-def remove_gpu_file(path: Path) -> bool:
-    """Removes an empty file by which ranks share a GPU, and which killed ranks leave behind.
-
-    Not if processes use it, of another run of the tests perhaps: those would share the GPU no more.
-    """
-    with contextlib.suppress(OSError), path.open("r+b") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, GPU_FILE_DOOR)
-        path.unlink()
-        return True
-    return False
-
-
 def shared_memory_left() -> list[str]:
     """What the ranks of all servers have left in /dev/shm, once they have ended."""
-    left = []
-    for path in Path("/dev/shm").glob("*ringcomm*"):
-        if path.name.startswith("ringcomm-gpu-") and path.stat().st_size == 0:
-            remove_gpu_file(path)
-        else:
-            left.append(f"shared memory {path}")
-    return left
+    return [f"shared memory {path}" for path in Path("/dev/shm").glob("*ringcomm*")]
 
 
 class Server:
