@@ -44,8 +44,8 @@ GRACE_S = 8.0
 class Gpus:
     """Ranks of one kind of device.
 
-    Emulated ones are on `num_devices`; without `kernels`, or file descriptors (`fds`), they exchange
-    data over "emup2p", whose messages and collectives behave as NCCL's.
+    Emulated ones are on `num_devices`; without `kernels`, or file descriptors (`fds`), they
+    exchange data over "emup2p", whose messages and collectives behave as NCCL's.
     """
 
     kind: str
