@@ -237,7 +237,7 @@ TEST_CASE("counts: packets move twice the data to each peer, and a header for ea
 }
 
 // Vectors between two sectors touch a sector more for a warp's 16. Buffers that begin between two
-// vectors are reduced by elements and copied by bytes, of which each lane has 16 in a row.
+// vectors are reduced by elements, of which a warp's touch three sectors instead of two.
 TEST_CASE("counts: buffers that begin between sectors or vectors, and ends that fill none") {
   std::string table = kColumns;
   for (const std::size_t offset_bytes : {16, 2}) {
@@ -246,7 +246,7 @@ TEST_CASE("counts: buffers that begin between sectors or vectors, and ends that 
     const Count data = data_of(counts);
     CHECK(static_cast<double>(data.bytes) <= 1.02 * ideal_bytes(run));
     CHECK(static_cast<double>(32 * data.sectors) <=
-          (offset_bytes == 16 ? 1.04 : 4.8) * static_cast<double>(data.bytes));
+          (offset_bytes == 16 ? 1.09 : 1.53) * static_cast<double>(data.bytes));
     table += line_of(run.name() + ", " + std::to_string(offset_bytes) + " bytes off", counts,
                      ideal_bytes(run));
   }

@@ -124,6 +124,12 @@ def test_counts_loops_by_themselves() -> None:
     assert facts(held).loops[4].fences == 1
 
 
+def test_counts_loops_behind_a_table_of_branches() -> None:
+    jump = 'BRX R8 -0x10 (*"BRANCH_TARGETS .L_x_10,.L_x_11"*)'
+    found = facts([jump, *sum_loop(10), "EXIT", *sum_loop(11, 8, 2), "EXIT"])
+    assert [loop.stores for loop in found.loops] == [4, 2]
+
+
 def replaced(code: list[str], old: str, *new: str, times: int = 1) -> list[str]:
     """The code with the first lines that have `old` replaced, `times` of them."""
     found: list[str] = []
