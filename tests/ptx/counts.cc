@@ -15,7 +15,7 @@ namespace {
 
 constexpr u32 kLanes = 32, kSectorBytes = 32, kBankBytes = 4;
 // Lanes that poll may be many turns ahead.
-constexpr std::size_t kMaxOpen = 256;
+constexpr std::size_t kMaxOpen = 8192;
 
 std::atomic<bool> is_counting = false;
 std::mutex counts_mutex;

@@ -28,17 +28,21 @@ from pathlib import Path
 
 import parse
 
+IN_PLACE = ["memory: in place", "memory: move in place"]
+MESSAGES = ["memory: exchange", "memory: shards"]
 TESTS = {
     "ringcomm_one_shot_bfloat16": ["memory: one_shot"],
-    "ringcomm_two_shot_bfloat16": ["memory: two_shot", "memory: two_shot in lent buffers"],
-    "ringcomm_reduce_scatter_bfloat16": [
-        "memory: reduce_scatter",
-        "memory: reduce_scatter in lent buffers",
-    ],
+    "ringcomm_two_rounds_bfloat16": ["memory: two_rounds"],
+    "ringcomm_reduce_packets_bfloat16": ["memory: reduce_packets"],
+    "ringcomm_move_packets": ["memory: move_packets"],
+    "ringcomm_open": IN_PLACE,
+    "ringcomm_close": IN_PLACE,
+    "ringcomm_reduce_bfloat16": IN_PLACE[:1],
+    "ringcomm_move": IN_PLACE[1:],
     "ringcomm_ring_bfloat16": ["memory: ring"],
-    "ringcomm_move_same": ["memory: move_same", "memory: move_same in lent buffers"],
-    "ringcomm_move": ["memory: move", "memory: move in lent buffers"],
-    "ringcomm_exchange": ["memory: exchange"],
+    "ringcomm_open_messages": MESSAGES,
+    "ringcomm_copy_messages": MESSAGES,
+    "ringcomm_close_messages": MESSAGES,
     "ringcomm_loss_rows_bfloat16": ["memory: loss_rows"],
 }
 TIMEOUT_S = {True: 60, False: 200}  # of a run with a mutant; a kernel's own is KERNEL_TIMEOUT_S
@@ -63,31 +67,48 @@ CHANGES = [
 
 # Of "KERNEL OPCODE PLACE CHANGE", a regular expression: why no test can find it, or need not. These
 # may be found all the same.
-OWN = "this rank's earlier kernel stored it, and the stream orders kernels"
+OWN = "this rank stored it, and the stream of its kernels or a barrier orders that"
+VALUE = "the value is the barrier's; others order"
+ENDED = "the loads of a kernel that has ended have had their values"
 REDUNDANT = [
     (r"ld\.acquire\S* load_acquire < (Board|SendLink|RecvLink) ", OWN),
     (r"sync < GpuBlock ", "another barrier comes before the first wait"),
     (r"unclaim ", "the stream orders kernels; a claim detects programs in which it does not"),
-    (r"sync < end ", "the stream orders kernels; a claim detects programs in which it does not"),
-    (r"sync < agree ", "any word but zero says the same; a failed call has no result"),
     (
-        r"bar\.red\S* agree < (run|exchange_lane|compare)",
-        "the value is the barrier's; others order",
+        r"sync < end(_claims)? ",
+        "the stream orders kernels; a claim detects programs in which it does not",
+    ),
+    (r"sync < agree ", "any word but zero says the same; a failed call has no result"),
+    (r"bar\.red\S* agree < (run|compare|claim_all|open <)", VALUE),
+    (r"bar\.red\S* agree < each < close < close_messages", VALUE),
+    (
+        r"bar\.red\S* agree < (reduce_all|take_all) ",
+        "the value is the barrier's: it orders stores after loads that have had their values",
     ),
     (r"end_of_loads ", "it is for the assembler's order of loads"),
-    (r"load_packet < reduce < run", "its flag is checked; await_packet loads again"),
+    (r"wait_all < open < open < open_call", "close_call() of the call before has waited for it"),
+    (r"sync < open_call", "nothing that it writes next is read by this kernel's other threads"),
     (
-        r"wait_all_at_least < wait_all < rejoin ",
-        "only a later kernel reads what it acquires; those know all kernels here",
+        r"bar\.red\S* agree < each < wait_all_at_least < wait_all < rejoin ",
+        "the kernel ends, which joins what its threads have acquired",
     ),
     (
-        r"bar\.sync sync < store_seq_cst_each < advance_each < publish < rejoin < run"
-        " < run_collective < reduce_gather",
-        "advance_lent() has ended with a barrier",
+        r"sync < store_seq_cst_each < advance_each < publish < rejoin < close < close_call",
+        "only earlier kernels have stored what it publishes",
     ),
     (
-        r"wait_all < open < meet ",
-        "it orders loads of the peers' earlier kernels, which had their values when these ended",
+        r"sync < store_seq_cst_each < store_seq_cst < advance < close < close_messages",
+        "only earlier kernels have stored what it publishes",
+    ),
+    (r"st\.release\S* .* < close_messages relaxed", ENDED),
+    (r"ld\.acquire\S* .* < close_messages (relaxed|gpu)", ENDED),
+    (
+        r"ld\.acquire\S* load_acquire < (deal < look_at_lanes .* relaxed|try_(acquire|wait) )",
+        "look_at_lanes() acquires for one thread, and the others by themselves, the same",
+    ),
+    (
+        r"sync < open < open_messages",
+        "of the second: a slot has been handed over, with a barrier, before a thread writes a lane",
     ),
     (r"fence\.mbarrier_init", "barrier.cluster.arrive.release orders the same"),
     (r"barrier\.cluster\.arrive", "fence.mbarrier_init orders the same"),
@@ -168,6 +189,9 @@ def mutants_of(sites: list[Site]) -> list[Mutant]:
 
 # ---- the instructions of a PTX file
 
+# By place: the function that was inlined there, its label, and where.
+Inlined = dict[tuple[str, ...], tuple[tuple[str, str], tuple[str, ...]]]
+
 
 def demangled(names: list[str]) -> list[str]:
     done = subprocess.run(
@@ -206,7 +230,7 @@ def sites_of(text: str) -> list[Site]:
         for each in parse.parse(text).kernels
     }
     # Where a place of the source was inlined, by file, line and column.
-    inlined: dict[tuple[str, ...], tuple[str, tuple[str, ...]]] = {}
+    inlined: Inlined = {}
     now: tuple[str, ...] = ()
     for line in text.split("\n"):
         if entry := re.search(r"\.entry\s+([\w$]+)", line):
@@ -218,7 +242,7 @@ def sites_of(text: str) -> list[Site]:
         ):
             now = loc.groups()[:3]
             if loc[4]:
-                inlined[now] = (names.get(loc[4], ""), loc.groups()[4:])
+                inlined[now] = ((names.get(loc[4], ""), loc[4]), loc.groups()[4:])
             else:
                 inlined.pop(now, None)
         for part in re.sub(r"//.*", "", line).split(";"):
@@ -235,12 +259,14 @@ def ordered(instruction: str) -> str:
     return ""
 
 
-def chain(at: tuple[str, ...], inlined: dict[tuple[str, ...], tuple[str, tuple[str, ...]]]) -> str:
+def chain(at: tuple[str, ...], inlined: Inlined) -> str:
     names: list[str] = []
+    before = ""
     while at in inlined and len(names) < 20:
-        name, at = inlined[at]
-        if name not in ("operator", "") and name not in names[-1:]:
+        (name, label), at = inlined[at]
+        if name not in ("operator", "") and label != before:
             names.append(name)
+            before = label
     return " < ".join(names)
 
 
@@ -343,7 +369,7 @@ def main() -> int:
         return 0
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        cases = [case for kernel in wanted for case in TESTS[kernel]]
+        cases = dict.fromkeys(case for kernel in wanted for case in TESTS[kernel])
         wrong = sum(pool.map(lambda case: fails(options.tests, case, options.whole), cases))
         results = pool.map(lambda each: num_found(options.tests, each, options.seeds), mutants)
         for mutant, (found, valid) in zip(mutants, results, strict=True):

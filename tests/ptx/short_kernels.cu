@@ -22,6 +22,8 @@
 #define RINGCOMM_WANTED_ringcomm_reduce_bfloat16 RINGCOMM_WANTED
 #define RINGCOMM_WANTED_ringcomm_reduce_any RINGCOMM_WANTED
 #define RINGCOMM_WANTED_ringcomm_move RINGCOMM_WANTED
+#define RINGCOMM_WANTED_ringcomm_copy_in RINGCOMM_WANTED
+#define RINGCOMM_WANTED_ringcomm_copy_out RINGCOMM_WANTED
 #define RINGCOMM_WANTED_ringcomm_open_messages RINGCOMM_WANTED
 #define RINGCOMM_WANTED_ringcomm_copy_messages RINGCOMM_WANTED
 #define RINGCOMM_WANTED_ringcomm_close_messages RINGCOMM_WANTED

@@ -2,10 +2,14 @@
 // the steps of the latency model. docs/design/ptx.md has the table.
 #include <cstdint>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "cuda/kernels/packets.h"
+#include "cuda/kernels/kernel_list.h"
 #include "gpu/latency_model.h"
 #include "gpu_ranks.h"
 #include "loss_case.h"
@@ -141,16 +145,22 @@ Result counted(const Run& run) {
   return result;
 }
 
-/// Of the kernels of all ranks: staged data is copied besides, to scratch memory and from there.
+/// Of the kernels of all ranks.
 double ideal_bytes(const Run& run) {
   const double num = run.num_ranks, all = static_cast<double>(run.num_bytes);
+  const bool has_update = run.op == OpKind::kReduceUpdateGather;
   // A step of the ring passes a slice on twice, and reads those results again that it does not send
   // first.
   if (run.path == Path::kRing) return (7 * num - 6) * all;
+  // To scratch memory what peers read, and the parameters; from there what peers have written.
+  double copies = 0;
+  if (run.path == Path::kStaged) copies = run.op == OpKind::kAllGather ? 1 : num - 1;
+  if (run.path == Path::kStaged && (has_update || run.op == OpKind::kAllReduce)) copies += num;
+  if (run.path == Path::kStaged && has_update) copies += 1;
   // Owners read their parts of all ranks, and write them to one rank or to all.
-  if (run.op == OpKind::kReduceScatter) return (num + 1) * all;
+  if (run.op == OpKind::kReduceScatter) return (num + 1 + 2 * copies) * all;
   // AdamW: a parameter and two states are read, and two states written beside it.
-  return 2 * num * all + (run.op == OpKind::kReduceUpdateGather ? 5 * all : 0);
+  return (2 * num + (has_update ? 5 : 0) + 2 * copies) * all;
 }
 
 TEST_CASE("counts: calls move what they must, in whole sectors; plain kernels wait for nobody") {
@@ -171,6 +181,31 @@ TEST_CASE("counts: calls move what they must, in whole sectors; plain kernels wa
         table += line_of(run.name(), counts, ideal_bytes(run));
       }
   MESSAGE(table);
+}
+
+#define RINGCOMM_NAME_AND_COMMA(name, Call, body) #name,
+TEST_CASE("counts: plain kernels access nothing as other ranks' kernels do") {
+  const std::set<std::string> plain{RINGCOMM_PLAIN_KERNELS(RINGCOMM_NAME_AND_COMMA)
+                                        RINGCOMM_UPDATE_KERNELS(RINGCOMM_NAME_AND_COMMA)};
+  int num_plain = 0, num_others = 0;
+  for (const auto& file : std::filesystem::directory_iterator(
+           std::filesystem::path(RINGCOMM_EMULATOR).parent_path())) {
+    if (file.path().extension() != ".ptx") continue;
+    std::ifstream stream(file.path());
+    const std::string text(std::istreambuf_iterator<char>(stream), {});
+    for (std::size_t at = text.find(".entry "), next = 0; at != std::string::npos; at = next) {
+      next = text.find(".entry ", at + 1);
+      const std::string code = text.substr(at + 7, next - at - 7);
+      const std::string name = code.substr(0, code.find('('));
+      CAPTURE(name);
+      const bool is_shared = code.find(".sys") != std::string::npos ||
+                             code.find("volatile.global") != std::string::npos;
+      CHECK((!is_shared || !plain.contains(name)));
+      ++(plain.contains(name) ? num_plain : num_others);
+    }
+  }
+  CHECK(num_plain >= 9);
+  CHECK(num_others >= 9);
 }
 
 // Data is loaded once for all peers and once to be reduced, and takes half of a packet. Each warp
@@ -202,7 +237,7 @@ TEST_CASE("counts: packets move twice the data to each peer, and a header for ea
 }
 
 // Vectors between two sectors touch a sector more for a warp's 16. Buffers that begin between two
-// vectors are reduced by elements and copied by bytes, of which each lane has 16 in a row.
+// vectors are reduced by elements, of which a warp's touch three sectors instead of two.
 TEST_CASE("counts: buffers that begin between sectors or vectors, and ends that fill none") {
   std::string table = kColumns;
   for (const std::size_t offset_bytes : {16, 2}) {
@@ -211,7 +246,7 @@ TEST_CASE("counts: buffers that begin between sectors or vectors, and ends that 
     const Count data = data_of(counts);
     CHECK(static_cast<double>(data.bytes) <= 1.02 * ideal_bytes(run));
     CHECK(static_cast<double>(32 * data.sectors) <=
-          (offset_bytes == 16 ? 1.04 : 4.8) * static_cast<double>(data.bytes));
+          (offset_bytes == 16 ? 1.09 : 1.53) * static_cast<double>(data.bytes));
     table += line_of(run.name() + ", " + std::to_string(offset_bytes) + " bytes off", counts,
                      ideal_bytes(run));
   }

@@ -8,6 +8,7 @@
 
 #include "gpu_ranks.h"
 #include "loss_case.h"
+#include "ptx/weak_accesses.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -26,6 +27,7 @@ constexpr int kNumCalls = 3;
 void run_calls(int world_size, const Case& c, bool lends = false) {
   GpuRanks ranks(world_size, {.world_size = world_size, .min_multiprocessors = 2}, 1);
   ranks.timeout = timeout();
+  ptx::weak::forget_stores();
   run_threads(world_size, [&](int rank) {
     for (int call = 0; call < kNumCalls; ++call) {
       Case again = c;
@@ -80,6 +82,7 @@ TEST_CASE("memory: exchange") {
   constexpr std::size_t kBytes = 60'001;  // several times the slots of a link
   GpuRanks ranks(2, {.world_size = 2, .min_multiprocessors = 4}, 1);
   ranks.timeout = timeout();
+  ptx::weak::forget_stores();
   run_threads(2, [&](int rank) {
     for (int call = 0; call < 2 * kNumCalls; ++call) {
       const bool lends = call % 2 == 0;

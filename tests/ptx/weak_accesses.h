@@ -16,5 +16,7 @@
 namespace ringcomm::ptx::weak {
 
 std::unique_ptr<Memory> begin_block(const Launch& launch);
+/// Between two groups of ranks, whose memory may be the same.
+void forget_stores();
 
 }  // namespace ringcomm::ptx::weak

@@ -34,27 +34,23 @@ u64 extracted(u64 cell, u32 offset, u32 num_bytes) {
 std::unique_ptr<WeakBlock> WeakMemory::begin_block(const Place& place, u32 num_threads) {
   const std::lock_guard lock(blocks_mutex_);
   if (num_running_++ == 0) {
-    const std::lock_guard pages_lock(pages_mutex_);
-    pages_.clear();
-    static std::atomic<u64> last_generation = 0;  // of all memories: threads keep pages
-    generation_ = ++last_generation;
-    ended_ = nullptr;
     mbarriers_.clear();
     clusters_.clear();
   }
-  const auto free = std::find(slots_in_use_.begin(), slots_in_use_.end(), false);
-  const auto slot = static_cast<u32>(free - slots_in_use_.begin());
-  if (free == slots_in_use_.end()) {
-    slots_in_use_.push_back(false);
-    slots_.push_back({slot, 0, 0, 0});
-  }
-  slots_in_use_[slot] = true;
+  // A view of a slot's last block is one of all before, which the stream of their GPU orders.
+  auto free = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& each) {
+    return !each.is_in_use && each.gpu == place.gpu;
+  });
+  if (free == slots_.end())
+    free = slots_.insert(free, {place.gpu, false, {static_cast<u32>(slots_.size()), 0, 0, 0}});
+  free->is_in_use = true;
   std::unique_ptr<PendingCells>& pending = pending_[place.gpu];
   if (pending == nullptr) pending = std::make_unique<PendingCells>();
-  auto block = std::make_unique<WeakBlock>(place, slot, slots_[slot], num_threads,
+  auto block = std::make_unique<WeakBlock>(place, free->last.slot, free->last, num_threads,
                                            seed_ * 1'000'003 + ++num_begun_, *pending);
-  for (WeakThread& thread : block->threads) thread.view = thread.async_view = ended_;
-  block->copier.view = ended_;
+  const ViewRef& ended = ended_[place.gpu];
+  for (WeakThread& thread : block->threads) thread.view = thread.async_view = ended;
+  block->copier.view = ended;
   return block;
 }
 
@@ -62,18 +58,27 @@ void WeakMemory::end_block(WeakBlock& block) {
   write_back_pending(block.pending);
   const std::lock_guard lock(blocks_mutex_);
   const WeakThread& copier = block.copier;
-  std::vector<ViewRef> views{ended_};
-  Stamp& last = slots_[block.slot];
+  ViewRef& ended = ended_[block.place.gpu];
+  std::vector<ViewRef> views{ended};
+  Stamp& last = slots_[block.slot].last;
   for (const WeakThread& thread : block.threads) {
     views.push_back(thread.view);
     last.releases = std::max(last.releases, thread.releases);
   }
   last.releases = std::max(last.releases, copier.releases) + 1;
   last.barriers = ++block.barriers;
-  ended_ =
+  ended =
       with_release(with_barrier(join_all(views), block.slot, block.barriers), block.stamp(copier));
-  slots_in_use_[block.slot] = false;
+  slots_[block.slot].is_in_use = false;
   --num_running_;
+}
+
+void WeakMemory::forget() {
+  static std::atomic<u64> last_generation = 0;  // of all memories: threads keep pages
+  const std::scoped_lock lock(blocks_mutex_, pages_mutex_);
+  pages_.clear();
+  ended_.clear();
+  generation_ = ++last_generation;
 }
 
 // ---- cells

@@ -22,7 +22,10 @@ namespace ringcomm::ptx {
 
 class WeakMemory {
  public:
-  explicit WeakMemory(u64 seed) : seed_(seed) {}
+  explicit WeakMemory(u64 seed) : seed_(seed) { forget(); }
+
+  /// While no kernel runs: what is in memory now is known to all.
+  void forget();
 
   std::unique_ptr<WeakBlock> begin_block(const Place& place, u32 num_threads);
   void end_block(WeakBlock& block);
@@ -87,14 +90,18 @@ class WeakMemory {
   const u64 seed_;
   std::mutex pages_mutex_;
   std::unordered_map<u64, std::unique_ptr<Page>> pages_;
-  std::atomic<u64> generation_ = 0;  ///< of the pages, which go when no kernel runs
+  std::atomic<u64> generation_ = 0;  ///< of the pages
 
   std::mutex blocks_mutex_;
-  std::vector<bool> slots_in_use_;
-  std::vector<Stamp> slots_;  ///< the barriers and releases of each until now
+  struct Slot {
+    u32 gpu;
+    bool is_in_use;
+    Stamp last;  ///< its barriers and releases until now
+  };
+  std::vector<Slot> slots_;
   u32 num_running_ = 0;
   u64 num_begun_ = 0;
-  ViewRef ended_;  ///< the stores of all kernels that have ended
+  std::unordered_map<u32, ViewRef> ended_;  ///< by GPU: what its kernels knew that have ended
   std::unordered_map<u32, std::unique_ptr<PendingCells>> pending_;
   /// An mbarrier, which only threads of its own block wait for.
   struct Mbarrier {

@@ -43,32 +43,21 @@ IMAGES = ROOT / "build" / "cuda"
 # Types that are not reduced in bulk, and kernels that run once in a call. Where they spill is not
 # compared, nor their loops: one release of nvcc makes different codes of ring_any on two machines.
 COLD = re.compile(r"\w+_any|where|sum_losses")
-WITH_PACKETS = re.compile(r"one_shot_\w+")
+WITH_PACKETS = re.compile(r"(one_shot|two_rounds|reduce_packets)_\w+|move_packets")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
 # N * U (cuda/kernels/reducers.h).
-SUMS = re.compile(r"(two_shot|reduce_scatter|reduce)_(float16|bfloat16|float32)")
-COPIES = re.compile(r"move(_same)?")
+SUMS = re.compile(r"reduce_(float16|bfloat16|float32)")
+COPIES = re.compile(r"move|copy_(in|out|messages)")
+# They wait for nobody, and publish nothing: the ends of kernels order what they do.
+PLAIN = re.compile(rf"{SUMS.pattern}|reduce_any|{COPIES.pattern}|update_\w+|where")
 AT_ONCE, AT_ONCE_OF_SUMS = 4, 8
 COLUMNS = ("registers", "stack", "generic", "local", "fences", "words", "packets", "traps")
 # Fewer are worse, which the rules check.
 NOT_WORSE = ("packets",)
 NOT_COMPARED = "-"
 LOOP = "loop"
-# Instructions of a turn that benchmarks/gpu/latency_model.h goes by: the kernel for sm_90, and what
-# its loop has at once, loads and stores. Of several such loops it is the longest, kAlso's the
-# shortest.
-COUNTED = {
-    "kCopy": ("two_shot_bfloat16", (4, 4, 4)),
-    "kSumOfTwo": ("two_shot_bfloat16", (8, 8, 4)),
-    "kSumOfFour": ("two_shot_bfloat16", (8, 8, 2)),
-    "kSumOfEight": ("two_shot_bfloat16", (8, 8, 1)),
-    "kSumOfFew": ("two_shot_bfloat16", (4, 4, 0)),
-    "kStoreSum": ("two_shot_bfloat16", (0, 0, 1)),
-    "kAlsoStore": ("two_shot_bfloat16", (0, 0, 1)),
-    "kRingSum": ("ring_bfloat16", (4, 4, 2)),
-    "kAdamW": ("update_adamw_bfloat16_float32", (4, 4, 4)),
-    "kLossRow": ("loss_rows_bfloat16", (0, 0, 0)),
-}
+# benchmarks/gpu/latency_model.h goes by its longest loop on vectors in shared memory.
+COUNTED = "loss_rows_bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,19 +210,16 @@ def write_table(release: str, facts: dict[str, Facts]) -> None:
 
 def counts_of(facts: dict[str, Facts]) -> str:
     """The text of COUNTS."""
-    lines = []
-    for name, (kernel, kind) in COUNTED.items():
-        found = [loop.instructions for loop in facts[f"{kernel} sm_90"].loops if loop.kind == kind]
-        count = min(found) if name.startswith("kAlso") else max(found)
-        lines.append(f"inline constexpr double {name} = {count};")
+    loops = facts[f"{COUNTED} sm_90"].loops
+    count = max(loop.instructions for loop in loops if loop.kind == (0, 0, 0))
     return "\n".join([
         "#pragma once",
         "",
-        "// Instructions of a turn of kernels' loops for sm_90, by tests/sass/gate.py --update.",
+        "// Instructions of a turn of a kernel's loop for sm_90, by tests/sass/gate.py --update.",
         "",
         "namespace ringcomm::benchmarks::loops {",
         "",
-        *lines,
+        f"inline constexpr double kLossRow = {count};",
         "",
         "}  // namespace ringcomm::benchmarks::loops",
         "",
@@ -256,6 +242,8 @@ def broken_rules(name: str, found: Facts) -> list[str]:
             f"packets are not exchanged by 16-byte accesses alone: {found.packets} of these, "
             f"{found.words} of 8 bytes"
         )
+    if PLAIN.fullmatch(name) and found.fences + found.words + found.packets > 0:
+        problems.append("a plain kernel polls or publishes: it has fences or strong accesses")
     if SUMS.fullmatch(name) or COPIES.fullmatch(name):
         at_once = tuple(loop.at_once for loop in found.loops if loop.loads)  # the most first
         num, least = (3, AT_ONCE_OF_SUMS) if SUMS.fullmatch(name) else (1, AT_ONCE)

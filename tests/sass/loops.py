@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?(\S.*?)\s*;")
-TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+TARGET = re.compile(r"(?:`\(|BRANCH_TARGETS |,)(\.L_x_\d+)")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -64,7 +64,7 @@ def blocks_of(sass: str) -> list[Block]:
     blocks = [Block()]
     label_of: dict[str, int] = {}
     # Where a block branches to, and whether it also goes on.
-    ends: dict[int, tuple[str | None, bool]] = {}
+    ends: dict[int, tuple[list[str], bool]] = {}
     for line in sass.splitlines():
         if match := re.match(r"(\.L_x_\d+):", line):
             if blocks[-1].code:
@@ -75,14 +75,12 @@ def blocks_of(sass: str) -> list[Block]:
         predicate, instruction = match.groups()
         blocks[-1].code.append(instruction)
         if re.match(r"(BRA(?!\.DIV)|BRX|EXIT|RET|BPT\.TRAP)", instruction):
-            found = TARGET.search(instruction)
             goes_on = predicate is not None or re.match(r"BRA\S* !?U?P\d", instruction) is not None
-            ends[len(blocks) - 1] = (found.group(1) if found else None, goes_on)
+            ends[len(blocks) - 1] = (TARGET.findall(instruction), goes_on)
             blocks.append(Block())
     for i, block in enumerate(blocks):
-        target, goes_on = ends.get(i, (None, True))
-        if target is not None and target in label_of:
-            block.next.append(label_of[target])
+        targets, goes_on = ends.get(i, ([], True))
+        block.next += [label_of[target] for target in targets if target in label_of]
         if goes_on and i + 1 < len(blocks):
             block.next.append(i + 1)
     return blocks

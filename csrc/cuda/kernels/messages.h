@@ -215,10 +215,10 @@ class Exchange {
     link.try_wait(slot);
     const Letter letter = *reinterpret_cast<const Letter*>(slot);
     if (letter.num_bytes != message.num_bytes || letter.tag != message.tag) {
-      const std::uint64_t bytes[] = {letter.num_bytes, message.num_bytes};
       tell(block_, call_, call_.use == LinkUse::kShards ? kShardDiffers : kP2pDiffers, message.peer,
            [&](int i) {
-             return i < 4 ? static_cast<std::uint32_t>(bytes[i / 2] >> (i % 2 * 32))
+             const std::uint64_t bytes = i < 2 ? letter.num_bytes : message.num_bytes;
+             return i < 4 ? static_cast<std::uint32_t>(bytes >> (i % 2 * 32))
                           : static_cast<std::uint32_t>(i == 4 ? letter.tag : 0);
            });
       return WaitStatus::kAborted;

@@ -21,7 +21,7 @@ _OWN_FILE = '#include "kernels/losses/loss_kernels.cu"\n'
 _BY_BODY = """#include "cuda/kernels/gpu_block.cuh"
 #include "cuda/kernels/kernel_list.h"
 namespace ringcomm::cuda {{
-RINGCOMM_GPU_KERNEL({kernel}, KernelCall, ({body}))
+RINGCOMM_WIDE_GPU_KERNEL({kernel}, KernelCall, ({body}))
 }}
 """
 

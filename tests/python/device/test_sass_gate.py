@@ -23,7 +23,7 @@ sys.modules["sass_gate"] = gate
 SPEC.loader.exec_module(gate)
 
 USAGE = "  REG:40 STACK:{stack} SHARED:5744 LOCAL:0 CONSTANT[0]:2464 TEXTURE:0 SURFACE:0 SAMPLER:0"
-SUM = "two_shot_bfloat16 sm_90"
+SUM = "reduce_bfloat16 sm_90"
 RING = "ring_bfloat16 sm_90"
 COPY = "move sm_90"
 PACKETS = "one_shot_bfloat16 sm_90"
@@ -63,14 +63,14 @@ def sum_loop(label: int, num_loads: int = 8, num_stores: int = 4) -> list[str]:
 
 
 def kernel(*loops: list[str], more: tuple[str, ...] = ()) -> list[str]:
-    """Loops one after the other in an outer one with a fence; what BRA.DIV branches to follows."""
+    """Loops one after the other in an outer one; what BRA.DIV branches to follows."""
     inner = [line for loop in loops for line in loop]
     ways = [
         line
         for target in re.findall(r"BRA\.DIV UR4, `\((\.L_x_\d+)\)", "\n".join(inner))
         for line in (f"{target}:", "NOP", f"BRA `(.L_x_{int(target[5:]) - 40})")
     ]
-    outer = [".L_x_1:", "MEMBAR.ALL.SYS", "BAR.SYNC.DEFER_BLOCKING 0x0", *inner]
+    outer = [".L_x_1:", "BAR.SYNC.DEFER_BLOCKING 0x0", *inner]
     return ["MOV R1, R1", *outer, "@!P1| BRA `(.L_x_1)", *more, "EXIT", *ways]
 
 
@@ -119,9 +119,15 @@ def test_counts_loops_by_themselves() -> None:
     assert first.instructions == len(sum_loop(10)) - 2  # but its labels
     assert (first.shared, first.to_uniform, first.barriers, first.fences) == (1, 1, 2, 0)
     held = kernel(*SUM_LOOPS, more=())
-    held.insert(3, "LDG.E.128 R4, desc[UR4][R2.64]")
+    held[3:3] = ["MEMBAR.ALL.SYS", "LDG.E.128 R4, desc[UR4][R2.64]"]
     assert [loop.loads for loop in facts(held).loops] == [8, 8, 8, 4, 1]
     assert facts(held).loops[4].fences == 1
+
+
+def test_counts_loops_behind_a_table_of_branches() -> None:
+    jump = 'BRX R8 -0x10 (*"BRANCH_TARGETS .L_x_10,.L_x_11"*)'
+    found = facts([jump, *sum_loop(10), "EXIT", *sum_loop(11, 8, 2), "EXIT"])
+    assert [loop.stores for loop in found.loops] == [4, 2]
 
 
 def replaced(code: list[str], old: str, *new: str, times: int = 1) -> list[str]:
@@ -164,6 +170,8 @@ FAULTS: dict[str, tuple[str, list[str], Callable[[list[str]], list[str]], str]] 
         SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", "STL [R1], R4"), "local 1, of a hot kernel"),
     "a trap, in table and code": (
         SUM, kernel(*SUM_LOOPS, more=("BPT.TRAP 0x1",)), lambda c: c, "1 traps: nvcc has put one"),
+    "a publication of a plain kernel": (
+        SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", "MEMBAR.ALL.SYS"), "polls or publishes"),
     "a packet's load in halves": (
         PACKETS, PACKET_CODE,
         lambda c: replaced(c, "LDG.E.128", *[c[1].replace(".128", ".64")] * 2), "16-byte accesses"),
