@@ -133,8 +133,10 @@ RINGCOMM_HD inline ElemRange piece_of(const KernelCall& call, std::uint64_t num_
 }
 
 /// Copies what peers read to the scratch memory: inputs, and the parameters that this rank updates.
+/// Nothing after a failure: a late peer may still read what is there.
 template <Block B>
 RINGCOMM_HD void copy_in(B& block, const KernelCall& call) {
+  if (call.staging.has_failed(call.rank)) return;
   const Threads threads = Threads::of_grid(block);
   const std::byte* last = nullptr;
   RINGCOMM_ROLLED

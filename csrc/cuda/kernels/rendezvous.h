@@ -170,7 +170,7 @@ class Rendezvous {
 template <Block B>
 RINGCOMM_HD void poison(B& block, const GroupFrame& call) {
   if (block.thread_idx() == 0)
-    call.staging.published(call.rank, call.rank).value = ~std::uint64_t{0};
+    call.staging.published(call.rank, call.rank).value = Staging::kFailed;
 }
 
 template <Block B>

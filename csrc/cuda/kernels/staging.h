@@ -185,6 +185,10 @@ struct Staging {
     return at<Cursor>(reader, StagingLayout::kPublishedOffset +
                                   static_cast<std::size_t>(writer) * sizeof(Cursor));
   }
+  /// The phase of a rank one of whose calls has failed: no peer reaches it (poison()).
+  static constexpr std::uint64_t kFailed = ~std::uint64_t{0};
+  RINGCOMM_HD bool has_failed(int rank) const { return published(rank, rank).value == kFailed; }
+
   RINGCOMM_HD std::byte* scratch(int rank) const { return of[rank] + layout.scratch_offset(); }
   /// The link of a ring that ends at `to`: slots and tail are in the memory of `to`, which waits
   /// for the tail; the head is in the sender's.
