@@ -57,5 +57,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def("ordered_grad", &ringcomm::ordered_grad);
   def("tokens_of", &ringcomm::tokens_of);
   def("check_embedding", &ringcomm::check_embedding);
+  def("check_moments", &ringcomm::check_moments);
   def("check_factors", &ringcomm::check_factors);
 }

@@ -30,6 +30,9 @@ def tokens_of(weight: Tensor, x: Tensor, grad_out: Tensor) -> tuple[Tensor, Tens
 def check_embedding(
     weight: Tensor, indices: Tensor, grad_out: Tensor, padding_idx: int
 ) -> None: ...
+def check_moments(
+    row: Tensor | None, col: Tensor, row_sums: Tensor, col_sums: Tensor, op: str
+) -> None: ...
 def check_factors(
     weight: Tensor,
     row: Tensor | None,

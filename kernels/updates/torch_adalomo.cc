@@ -107,6 +107,7 @@ std::tuple<at::Tensor, at::Tensor> adalomo_moments_(const OptionalTensor& row,
                                                     const at::Tensor& row_sums,
                                                     const at::Tensor& col_sums, double share,
                                                     double eps) {
+  check_moments(row, col, row_sums, col_sums, "adalomo_moments_");
   const auto move = [&](const at::Tensor& moment, const at::Tensor& sums, int64_t num_each) {
     const at::Tensor means = sums.sum(0, false, at::kDouble).div_(num_each);
     moment.lerp_(means.to(at::kFloat).add_(eps), share);
@@ -224,16 +225,33 @@ void adalomo_update_(const at::Tensor& weight, const at::Tensor& grad, const Opt
   array.mark_written();
 }
 
+void check_plain(const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef sizes,
+                 const char* name, const char* op, at::Device device) {
+  check_dtype(tensor, dtype, name, op, device);
+  check_shape(tensor, sizes, name, op);
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), "ringcomm: ", op, " needs ", name, " contiguous");
+}
+
 }  // namespace
+
+void check_moments(const OptionalTensor& row, const at::Tensor& col, const at::Tensor& row_sums,
+                   const at::Tensor& col_sums, const char* op) {
+  const auto check = [&](const at::Tensor& moment, const char* name, const at::Tensor& sums,
+                         const char* name_of_sums) {
+    const at::Device device = col_sums.device();
+    check_plain(sums, at::kFloat, {sums.size(0), sums.size(-1)}, name_of_sums, op, device);
+    check_plain(moment, at::kFloat, {sums.size(-1)}, name, op, device);
+  };
+  if (row.has_value()) check(*row, "row", row_sums, "row_sums");
+  check(col, "col", col_sums, "col_sums");
+}
 
 void check_factors(const at::Tensor& weight, const OptionalTensor& row,
                    const at::Tensor& col_factor, const at::Tensor& row_mean,
                    const OptionalTensor& squares, const char* op) {
   const auto check = [&](const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef sizes,
                          const char* name) {
-    check_dtype(tensor, dtype, name, op, weight.device());
-    check_shape(tensor, sizes, name, op);
-    TORCH_CHECK_VALUE(tensor.is_contiguous(), "ringcomm: ", op, " needs ", name, " contiguous");
+    check_plain(tensor, dtype, sizes, name, op, weight.device());
   };
   if (row.has_value()) check(*row, at::kFloat, {weight.size(0)}, "row");
   check(col_factor, at::kFloat, {weight.size(1)}, "col_factor");

@@ -84,6 +84,9 @@ std::pair<at::Tensor, at::Tensor> tokens_of(const at::Tensor& weight, const at::
 /// embedding_sgd_update_: all but the values of the indices.
 void check_embedding(const at::Tensor& weight, const at::Tensor& indices,
                      const at::Tensor& grad_out, std::int64_t padding_idx);
+/// AdaLomo: moments of an axis each, and the sums of squares, of any parts, to move them to.
+void check_moments(const std::optional<at::Tensor>& row, const at::Tensor& col,
+                   const at::Tensor& row_sums, const at::Tensor& col_sums, const char* op);
 /// AdaLomo: what makes the direction of an update, and the squares that decide its size.
 void check_factors(const at::Tensor& weight, const std::optional<at::Tensor>& row,
                    const at::Tensor& col_factor, const at::Tensor& row_mean,

@@ -133,7 +133,8 @@ SGD_BLOCK, SGD_WARPS = 2048, 8
 # Few warps for a row of an embedding: most rows are of one token or two.
 EMBEDDING_BLOCK, EMBEDDING_WARPS, EMBEDDING_UNROLL = 1024, 4, 4
 # One vector a thread: 40 to 51 registers (sm_90). About as many programs as 132 SMs have at once;
-# more would leave more parts, which each program of the next kernel reads.
+# more would leave more parts, which each program of the next kernel reads; those of a row of more
+# than 131,072 elements are summed before.
 MATRIX, MATRIX_PROGRAMS = {"BLOCK_ROWS": 16, "BLOCK_COLS": 128, "num_warps": 8}, 1024
 MOMENTS = {"PARTS": 32, "BLOCK": 64, "num_warps": 8}
 

@@ -129,7 +129,9 @@ def _update_by_product(
     """
     is_random = step[-1] is not None
     if is_random and tokens.dtype == weight.dtype and weight.nbytes <= plans.WHOLE_BYTES:
-        _update_elements(weight, None, grads.t() @ tokens, step, 0)
+        # Autocast leaves what is given as out= in its dtype.
+        grad = torch.mm(grads.t(), tokens, out=torch.empty_like(weight))
+        _update_elements(weight, None, grad, step, 0)
         return
     num_rows, num_cols = weight.shape
     num_made = min(num_rows, plans.rows_per_product(num_rows, num_cols))
@@ -225,10 +227,11 @@ def _factors(row: Tensor | None, col: Tensor, *, is_in_parts: bool) -> tuple[Ten
 def adalomo_moments_(
     row: Tensor | None, col: Tensor, row_sums: Tensor, col_sums: Tensor, share: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Moves the moments, which AdaLomo has checked, by `share` to the means of squares.
+    """Moves the moments by `share` to the means of squares.
 
     Returns the columns' factors and the mean of `row`, the latter in float64 parts.
     """
+    _kernels.check_moments(row, col, row_sums, col_sums, "adalomo_moments_")
     sizes = 1 if row is None else len(row), len(col)
     factors = _factors(row, col, is_in_parts=True)
     num_blocks = len(factors[1]) + -(-len(col) // plans.MOMENTS["BLOCK"])
@@ -282,6 +285,8 @@ def adalomo_update_(
     grad = _kernels.ordered_grad(grad, weight, op)
     _kernels.check_factors(weight, row, col_factor, row_mean, squares, op)
     if weight.numel():
+        if squares.shape[1] > plans.MATRIX_PROGRAMS:  # which as many programs each read
+            squares = squares.sum(1, keepdim=True)
         factors = (row, col_factor, row_mean, len(row_mean), squares, squares.shape[1])
         sizes = (*weight.shape, num_elems, scale, limit, *numbers[:4], key, first_elem)
         kernel = kernels().weight_update.adalomo_kernel

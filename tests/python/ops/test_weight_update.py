@@ -179,6 +179,17 @@ def test_opcheck_compile_and_autocast(name: str) -> None:
                 oracle.assert_equal(two, one)
 
 
+def test_a_product_on_cuda_is_in_the_dtype_of_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    grads: list[Tensor] = []
+    monkeypatch.setattr(weight_update_cuda, "_update_elements", lambda *args: grads.append(args[2]))
+    x, grad_out = random((3, 6), BF16), random((3, 4), BF16)
+    for is_cast in (False, True):
+        with torch.autocast("cpu", FP16, enabled=is_cast):
+            weight_update_cuda.linear_sgd_update_(_HALF.clone(), x, grad_out, 0.1, 0.0, 1.0, 7)
+    oracle.assert_equal(grads[1], grads[0])
+    assert grads[1].dtype == BF16
+
+
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_versions_and_gradients(name: str) -> None:
     """What is written has another version; in grad mode a weight that requires grad is refused."""
@@ -269,7 +280,20 @@ WRONG: dict[str, list[tuple[type[Exception], str, _Change]]] = {
         (ValueError, "share", {0: _BUFFER[:24].view(SHAPE), 3: _BUFFER[20:26]}),
         (ValueError, "first_elem", {"first_elem": -1}),
     ],
-    "adalomo_moments_": [],
+    "adalomo_moments_": [
+        (ValueError, r"row .*\[4\]", {0: torch.ones(5)}),
+        (ValueError, r"col .*\[6\]", {1: torch.ones(5)}),  # where row is right
+        (ValueError, r"col .*\[6\]", {0: None, 1: torch.ones(7)}),
+        (ValueError, r"col .*\[6\]", {1: torch.ones(1, 6)}),
+        (TypeError, "row", {0: torch.ones(4).double()}),
+        (TypeError, "col", {1: torch.ones(6, dtype=BF16)}),
+        (ValueError, "row .*(side by side|contiguous)", {0: torch.ones(8)[::2]}),
+        (ValueError, "col .*(side by side|contiguous)", {1: torch.ones(1).expand(6)}),
+        (ValueError, "meta", {1: torch.ones(6, device="meta")}),
+        (ValueError, "row_sums", {2: torch.ones(4)}),
+        (TypeError, "col_sums", {3: torch.ones(1, 6).double()}),
+        (ValueError, "col_sums .*contiguous", {3: torch.ones(6, 2).t()}),
+    ],
     "square_sums": [
         (ValueError, "matrix", {0: random((24,))}),
         (TypeError, "Double", {0: random(SHAPE).double()}),

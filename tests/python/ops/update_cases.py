@@ -117,6 +117,7 @@ CASES = [
     *named("adalomo", (70, 300)),
     Case("adalomo-row", "adalomo", (1, 1001), step=FAR, strided=True),
     Case("adalomo-bands", "adalomo", (300, 260), step=FAR),
+    Case("adalomo-long", "adalomo", (1, 1_100_000), step=FAR),
     Case("adalomo-empty", "adalomo", (0, 5)),
 ]  # fmt: skip
 
@@ -270,7 +271,9 @@ def run_adalomo(case: Case, ops: Any, weight: Tensor, low: Tensor | None) -> Wan
         np.testing.assert_allclose(found.cpu().double().numpy(), exact, rtol=1e-6)
     # Decided in fp32: RMS of 2 and 0.5, or the least and no clipping.
     is_small = step.clip_value is None
-    parts = torch.tensor([[3.0, 5.0, 0.0], [0.25, 0.125, 0.125]], dtype=torch.float64) / 4
+    parts = torch.zeros(2, max(3, squares.shape[1]), dtype=torch.float64)
+    parts[:, :2] = torch.tensor([[0.75, 1.0], [0.0625, 0.03125]])
+    parts[:, -1] = torch.tensor([0.25, 0.03125])
     numbers = (0.3, 0.2, 0.75 if is_small else 0.1, 4.0 if is_small else 0.75)
     given = (*there, (parts * 2 * case.num_elems).to(device), case.num_elems, *numbers, step.scale)
     options["first_elem"] = step.first_elem
@@ -342,7 +345,16 @@ def ids_out_of_range(ops: Any, device: str) -> None:
     assert torch.equal(buffer.cpu(), wanted)
 
 
-BESIDES = (beyond_32_bits, ids_out_of_range)
+def product_under_autocast(ops: Any, device: str) -> None:
+    """It stays in the weight's dtype: float16 has infinity for it."""
+    weight = torch.zeros(40, 48, dtype=BF16, device=device)
+    x, grad_out = (torch.full([3, n], 1024.0, dtype=BF16, device=device) for n in (48, 40))
+    with torch.autocast(device, FP16):
+        ops.linear_sgd_update_(weight, x, grad_out, 1.0, 0.0, 1.0, 7)
+    assert bool((weight == -3 * 2.0**20).all())
+
+
+BESIDES = (beyond_32_bits, ids_out_of_range, product_under_autocast)
 NAMES = [*(case.name for case in CASES), *(check.__name__ for check in BESIDES)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringcomm.ops import weight_update_cuda
 from ringcomm.optim import AdaLomo, Lomo
 
 
@@ -80,6 +82,30 @@ def test_adalomo_takes_four_operators_for_a_weight(
     views = {"aten::detach", "aten::view", "aten::slice", "aten::promote_types"}
     ours = ("square_sums", "adalomo_moments_", "adalomo_squares", "adalomo_update_")
     assert [name for name in names.found if name not in views] == [f"ringcomm::{op}" for op in ours]
+
+
+@pytest.mark.parametrize(("num_elems", "num_sums"), [(131_072, 0), (1_100_000, 1)])
+def test_adalomo_sums_many_parts_before_they_are_read(
+    num_elems: int, num_sums: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA, where each program reads all of them. Here nothing is launched."""
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(weight_update_cuda, "kernels", MagicMock())
+    monkeypatch.setattr(
+        weight_update_cuda, "launch", lambda _, *args, **constants: launched.append(args)
+    )
+    monkeypatch.setattr("ringcomm.optim.lomo._ops", weight_update_cuda)
+    weight = nn.Parameter(torch.ones(num_elems))
+    opt = AdaLomo([weight], LR, group="none")
+    with Names() as names:
+        opt.backward(weight.dot(torch.ones(num_elems)))
+    grid, *args = launched[-1]
+    assert len(launched) == 4
+    assert names.found.count("aten::sum") == num_sums
+    squares, num_squares = args[7:9]
+    assert squares.shape == (2, num_squares)
+    assert num_squares <= 1024
+    assert grid[0] == -(-num_elems // 128)
 
 
 @pytest.mark.parametrize("options", [{"clip_grad_norm": 1.0}, {"loss_scale": 2.0}])
