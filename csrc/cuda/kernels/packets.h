@@ -216,7 +216,7 @@ class Packets {
     const Words words = sent(call_.rank);
     std::uint32_t first = 0;
     do {
-      typename Reducer::Word acc[kWords];
+      typename Reducer::Word acc[kWords] = {};
       if (stop == WaitStatus::kNone && word_idx(first, 0) < words.num)
         stop = reduce<kRanks, kWords>(words, first, acc);
       if (first == 0) stop = block_.agree(stop);
