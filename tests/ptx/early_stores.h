@@ -40,13 +40,14 @@ class EarlyStores {
   void acquired(u32 thread, u64 address) {
     acquired_[thread] = last_awaited_[thread] = address;
     if (is_first_early_) end_without_result();  // the store comes after this wait
+    for (const auto& [key, cursor] : cursors_)
+      if (cursor.is_early && key.first == thread && cursor.awaits == address) end_without_result();
   }
   /// All waits before a barrier of the block are over.
   void passed_barrier() {
     for (auto& [key, cursor] : cursors_) {
-      const auto last = acquired_.find(key.first);
-      const bool has_waited = last != acquired_.end() && last->second == cursor.awaits;
-      if (has_waited || (cursor.is_first && !acquired_.empty())) cursor.may_be_early = true;
+      const bool is_after_first = cursor.is_first && !acquired_.empty();
+      if (has_waited(key.first, cursor) || is_after_first) cursor.may_be_early = true;
     }
     acquired_.clear();
   }
@@ -72,7 +73,8 @@ class EarlyStores {
   bool make_one(u64 random, const Wanted& is_wanted, const F& store) {
     if (has_made_one_ || random % kLoadsPerStore != 0) return false;
     for (auto& [key, cursor] : cursors_) {
-      if (!cursor.may_be_early || !is_wanted(key.second)) continue;
+      const bool may_be = cursor.may_be_early || has_waited(key.first, cursor);
+      if (!may_be || !is_wanted(key.second)) continue;
       cursor.is_early = has_made_one_ = true;
       is_first_early_ = cursor.is_first;
       store(key.first, key.second, cursor.value + 1);
@@ -95,6 +97,10 @@ class EarlyStores {
     bool may_be_early = false;
     bool is_early = false;
   };
+  bool has_waited(u32 thread, const Cursor& cursor) const {
+    const auto last = acquired_.find(thread);
+    return last != acquired_.end() && last->second == cursor.awaits;
+  }
   std::map<std::pair<u32, u64>, Cursor> cursors_;  // by thread and address
   std::map<u32, u64> acquired_, last_awaited_;
   bool has_made_one_ = false;

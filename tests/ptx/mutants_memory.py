@@ -68,61 +68,45 @@ CHANGES = [
 # Of "KERNEL OPCODE PLACE CHANGE", a regular expression: why no test can find it, or need not. These
 # may be found all the same.
 OWN = "this rank stored it, and the stream of its kernels or a barrier orders that"
-VALUE = "the value is the barrier's; others order"
+STREAM = "the stream orders kernels; a claim detects programs in which it does not"
+EARLIER = "only earlier kernels have stored what it publishes"
 ENDED = "the loads of a kernel that has ended have had their values"
 REDUNDANT = [
     (r"ld\.acquire\S* load_acquire < (Board|SendLink|RecvLink) ", OWN),
-    (r"sync < GpuBlock ", "another barrier comes before the first wait"),
-    (r"unclaim ", "the stream orders kernels; a claim detects programs in which it does not"),
-    (
-        r"sync < end(_claims)? ",
-        "the stream orders kernels; a claim detects programs in which it does not",
-    ),
+    (r"(open\w*|close|ring_\w+) \S+ sync < GpuBlock ", "more barriers come before others wait"),
+    (r"m_(move|copy\w+|reduce_b?float\d+) \S+ sync < GpuBlock ", "it waits for nobody"),
+    (r"unclaim |sync < end(_claims)? ", STREAM),
     (r"sync < agree ", "any word but zero says the same; a failed call has no result"),
-    (r"bar\.red\S* agree < (run|compare|claim_all|open <)", VALUE),
-    (r"bar\.red\S* agree < each < close < close_messages", VALUE),
     (
-        r"bar\.red\S* agree < (reduce_all|take_all) ",
-        "the value is the barrier's: it orders stores after loads that have had their values",
+        r"bar\.red\S* agree < (run|compare|claim_all|open <|each < close <)",
+        "the value is the barrier's; others order",
     ),
+    (r"bar\.red\S* agree < (reduce|take)_all ", "it orders stores after loads that have ended"),
     (r"end_of_loads ", "it is for the assembler's order of loads"),
     (r"wait_all < open < open < open_call", "close_call() of the call before has waited for it"),
     (r"sync < open_call", "nothing that it writes next is read by this kernel's other threads"),
-    (
-        r"bar\.red\S* agree < each < wait_all_at_least < wait_all < rejoin ",
-        "the kernel ends, which joins what its threads have acquired",
-    ),
-    (
-        r"sync < store_seq_cst_each < advance_each < publish < rejoin < close < close_call",
-        "only earlier kernels have stored what it publishes",
-    ),
-    (
-        r"sync < store_seq_cst_each < store_seq_cst < advance < close < close_messages",
-        "only earlier kernels have stored what it publishes",
-    ),
+    (r"bar\.red\S* agree < each < .* < rejoin ", "the kernel ends, which joins what threads know"),
+    (r"sync < store_seq_cst.* (publish < rejoin|advance) < close < close_\w+ ", EARLIER),
     (r"st\.release\S* .* < close_messages relaxed", ENDED),
     (r"ld\.acquire\S* .* < close_messages (relaxed|gpu)", ENDED),
     (
         r"ld\.acquire\S* load_acquire < (deal < look_at_lanes .* relaxed|try_(acquire|wait) )",
         "look_at_lanes() acquires for one thread, and the others by themselves, the same",
     ),
-    (
-        r"sync < open < open_messages",
-        "of the second: a slot has been handed over, with a barrier, before a thread writes a lane",
-    ),
+    (r"sync < open < open_messages", "the second one: handing a slot over has a barrier, too"),
     (r"fence\.mbarrier_init", "barrier.cluster.arrive.release orders the same"),
     (r"barrier\.cluster\.arrive", "fence.mbarrier_init orders the same"),
     (r"mbarrier\.arrive", "who waits reads nothing that the arriving thread has stored"),
 ]
-
-
 # Of these opcodes either orders enough: both are weakened at once, too.
 EITHER = (r"fence\.mbarrier_init", r"barrier\.cluster\.arrive\.release")
 
 # These order nothing (docs/design/gpu.md): what the host sees of a wait, and claims.
 NO_ORDER = re.compile("record_wait|claim")
-# The operations of a link. One change of such a function is a change wherever it was inlined.
-LINK = re.compile(r".*?(?:advance < publish|advance < release|wait_at_least < wait(?:_drained)?)\b")
+# Operations of links, and of packets in loops that nvcc unrolls. One change of such a function is a
+# change wherever it was inlined.
+LINK = r"advance < publish|advance < release|wait_at_least < wait(?:_drained)?"
+AT_ONCE = re.compile(rf".*?(?:{LINK}|load_packet < await_all|put_packet < for_peers < keep)\b")
 
 
 @dataclass(frozen=True)
@@ -166,8 +150,8 @@ class Mutant:
 
 
 def function_of(site: Site) -> str:
-    """What is weakened at once: an operation of a link, or else the site's own place."""
-    operation = LINK.match(site.place)
+    """What is weakened at once: an operation, or else the site's own place."""
+    operation = AT_ONCE.match(site.place)
     return operation[0] if operation else f"{site.place} {site.line}"
 
 

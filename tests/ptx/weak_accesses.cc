@@ -26,8 +26,6 @@ const char* setting(const char* name) {
   return text != nullptr && *text != '\0' ? text : nullptr;
 }
 
-bool is_chosen() { return setting("RINGCOMM_TEST_PTX_MEMORY") != nullptr; }
-
 WeakMemory& memory() {
   // Never destroyed: kernels may run while the process ends.
   static auto& memory =
@@ -313,12 +311,11 @@ void Accesses::pass(Thread& thread, Barrier barrier, u32 num_threads, Order orde
 }  // namespace
 
 std::unique_ptr<Memory> begin_block(const Launch& launch) {
-  static const bool is_weak = is_chosen();
-  return is_weak ? std::make_unique<Accesses>(launch) : nullptr;
+  static const bool is_chosen = setting("RINGCOMM_TEST_PTX_MEMORY") != nullptr;
+  return is_chosen ? std::make_unique<Accesses>(launch) : nullptr;
 }
-
 void forget_stores() {
-  if (is_chosen()) memory().forget();
+  if (setting("RINGCOMM_TEST_PTX_MEMORY") != nullptr) memory().forget();
 }
 
 }  // namespace ringcomm::ptx::weak
