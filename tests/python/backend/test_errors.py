@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -208,6 +209,9 @@ def test_no_asynchronous_error_is_lost(rank: int) -> None:
     for _ in range(20):
         kept = fail_later(rank)
         gc.collect()
+        deadline = time.monotonic() + 60
+        while kept() is not None and time.monotonic() < deadline:  # its thread ends with the call
+            time.sleep(0.01)
         assert kept() is None
 
 

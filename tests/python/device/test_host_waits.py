@@ -275,25 +275,24 @@ def calls_of(body: Callable[[], Any], times: int) -> Counter[str]:
 
 @counted(2)
 def test_synchronous_calls(rank: int) -> None:
-    """Four calls of the driver each, and none more as calls add up. Long ones look at each buffer
-    of which all before it can be lent, and as often whether one that is mapped has been freed.
+    """Four calls of the driver each, and none more as calls add up. Large ones launch three
+    kernels, and look at the allocation of their buffer and at one that is mapped.
     """
     world_size = dist.get_world_size()
     small, large = torch.ones(10, device=GPU), torch.ones(100_000, device=GPU)
     mapped = torch.ones(1 << 20, device=GPU)
     gathered = torch.empty(world_size * 10, device=GPU)
     ring = dist.new_group(pg_options=ringcomm.Options(algorithm="ring"))
-    # `large` is last: CUDA exports it with others only, so 16 buffers after it are staged.
-    bodies: list[tuple[Callable[[], Any], int]] = [
-        (lambda: dist.all_reduce(small), 0),
-        (lambda: dist.all_reduce(large, group=ring), 0),
-        (lambda: dist.broadcast(large, 0), 0),
-        (lambda: all_gather_single(gathered, small), 0),
-        (lambda: dist.all_reduce(mapped), 4),
-        (lambda: dist.all_reduce(large), 2),
+    bodies: list[tuple[Callable[[], Any], int, int]] = [
+        (lambda: dist.all_reduce(small), 1, 0),
+        (lambda: dist.all_reduce(large), 1, 0),
+        (lambda: dist.all_reduce(large, group=ring), 3, 0),
+        (lambda: dist.broadcast(large, 0), 1, 0),
+        (lambda: all_gather_single(gathered, small), 1, 0),
+        (lambda: dist.all_reduce(mapped), 3, 3),
     ]
-    for body, num_looks in bodies:
-        calls = ONE_CALL + LOOK_AT_BUFFER * num_looks
+    for body, num_kernels, num_looks in bodies:
+        calls = ONE_CALL + ("cuLaunchKernel",) * (num_kernels - 1) + LOOK_AT_BUFFER * num_looks
         assert calls_of(body, 50) == Counter(calls * 50)
         meet()  # what one cannot lend, the others stage as well, also in earlier calls
 
@@ -318,7 +317,7 @@ def test_asynchronous_calls(rank: int) -> None:
         for work in [dist.all_reduce(tensor, async_op=True) for _ in range(3)]:
             work.wait()
 
-    expected = Counter(ONE_CALL + LOOK_AT_BUFFER + OWN_STREAM)
+    expected = Counter(ONE_CALL + OWN_STREAM)
     assert calls_of(one, 20) == Counter({name: 20 * num for name, num in expected.items()})
     found = calls_of(bucketed, 20)
     for name, num in expected.items():
