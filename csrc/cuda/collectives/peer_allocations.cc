@@ -19,6 +19,11 @@ constexpr int kIdleLooks = 25;
 constexpr std::size_t kRowsPerLook = 16;
 constexpr std::chrono::milliseconds kReleasePoll{2};
 
+bool contains(const Allocation& allocation, const std::byte* data, std::uint64_t num_bytes) {
+  const auto begin = reinterpret_cast<DevicePtr>(data);
+  return begin >= allocation.base && begin + num_bytes <= allocation.base + allocation.num_bytes;
+}
+
 bool exists(std::uint64_t version) { return version % 2 == 1; }
 
 // Those of all groups of this process.
@@ -57,19 +62,16 @@ PeerAllocations::~PeerAllocations() {
 void PeerAllocations::find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers) {
   const std::lock_guard lock(mutex_);
   if (!group_.maps_tensors() && own_.empty()) return;
-  const std::byte* begin = nullptr;  // of the last allocation
-  std::uint64_t num_bytes = 0;
+  Allocation last;
   Place place = 0;
   for (PeerBuffer& buffer : buffers) {
     if (buffer.num_bytes == 0) continue;
-    if (begin == nullptr || buffer.data < begin ||
-        buffer.data + buffer.num_bytes > begin + num_bytes) {
-      const Allocation allocation = allocation_of(buffer.data);
-      begin = reinterpret_cast<const std::byte*>(allocation.base);
-      num_bytes = allocation.num_bytes;
-      place = begin != nullptr ? place_of(begin, num_bytes, number) : 0;
+    if (!contains(last, buffer.data, buffer.num_bytes)) {
+      last = allocation_of(buffer.data);
+      place = place_of(last, number);
     }
-    if (place != 0) buffer.place = place + static_cast<Place>(buffer.data - begin);
+    if (place != 0 && contains(last, buffer.data, buffer.num_bytes))
+      buffer.place = place + (reinterpret_cast<DevicePtr>(buffer.data) - last.base);
   }
 }
 
@@ -86,27 +88,28 @@ bool PeerAllocations::map_now(const std::byte* data, std::size_t num_bytes, std:
   bool is_mapped = num_bytes == 0;
   if (data != nullptr && num_bytes > 0) {
     const std::lock_guard lock(mutex_);
-    is_mapped = place_of(data, num_bytes, number) != 0;
+    const Allocation allocation = allocation_of(data);
+    is_mapped = contains(allocation, data, num_bytes) && place_of(allocation, number) != 0;
   }
   const std::vector<std::uint8_t> all = exchange_.all_gather(std::uint8_t{is_mapped});
   return std::ranges::find(all, 0) == all.end();
 }
 
-// Of a buffer of this rank; 0 where it is staged, as peers have yet to map it or it cannot be
-// mapped.
-Place PeerAllocations::place_of(const std::byte* data, std::size_t num_bytes,
-                                std::uint64_t number) {
+// Of the first byte of an allocation of this rank; 0 where peers have yet to map it, or it cannot
+// be mapped.
+Place PeerAllocations::place_of(const Allocation& allocation, std::uint64_t number) {
   // Freed ones are found even if the program allocates nothing more.
   if (!own_.empty()) retire_if_freed(num_looks_++ % own_.size());
-  const Allocation allocation = allocation_of(data);
-  const std::uint64_t offset = reinterpret_cast<DevicePtr>(data) - allocation.base;
-  const bool has_handle = allocation.has_ipc_handle && offset + num_bytes <= allocation.num_bytes;
-  const std::size_t row = has_handle ? find(allocation.id) : kMaxRows;
-  const bool is_new = has_handle && row == kMaxRows;
-  if (is_new && group_.maps_tensors() && wanted_.size() < kMaxRows) wanted_.push_back(data);
-  const bool is_lent = row != kMaxRows && is_known_to_all(row) && row_of(rank_, row).failed == 0 &&
+  if (!allocation.has_ipc_handle) return 0;
+  const std::size_t row = find(allocation.id);
+  if (row == kMaxRows) {
+    if (group_.maps_tensors() && wanted_.size() < kMaxRows)
+      wanted_.push_back(reinterpret_cast<const std::byte*>(allocation.base));
+    return 0;
+  }
+  const bool is_lent = is_known_to_all(row) && row_of(rank_, row).failed == 0 &&
                        number >= row_of(rank_, row).first_call;
-  return is_lent ? place_in(row, offset) : 0;
+  return is_lent ? place_in(row, 0) : 0;
 }
 
 void PeerAllocations::write_base(std::size_t row, int rank, std::byte* base) {

@@ -60,7 +60,7 @@ class PeerAllocations {
     std::shared_ptr<PeerMappings::Mapping> mapping = nullptr;  // null in the owner's own process
   };
 
-  Place place_of(const std::byte* data, std::size_t num_bytes, std::uint64_t number);
+  Place place_of(const Allocation& allocation, std::uint64_t number);
   void write_base(std::size_t row, int rank, std::byte* base);
   GroupWords::OfAllocation& row_of(int rank, std::size_t row) const {
     return group_.words().allocations[rank][row];
