@@ -49,7 +49,7 @@ UNTUNED = Costs(defaults=(*FITTED, "cache_bytes", *NOT_FITTED))
 
 
 def all_reduce_algorithm(num_bytes: float, world_size: int, most: int | None = None) -> str:
-    """As choose_all_reduce in csrc/transport/shm/all_reduce.cc, for ordinary tensors.
+    """As a group begins (csrc/transport/shm/all_reduce.cc), for ordinary tensors.
 
     ``most`` is a tuned limit of one_shot in bytes.
     """

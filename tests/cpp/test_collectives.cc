@@ -79,21 +79,15 @@ TEST_CASE("every reduction and dtype that has one") {
 
 // ---- sizes at which a call takes another way
 
-TEST_CASE("one_shot ends at fewer bytes with more ranks, or where a tuning says") {
-  const auto limit_of = [](int world_size, std::size_t asked) {
-    std::size_t limit = 0;
-    while (choose_all_reduce(limit + 1, world_size, asked) == Algorithm::kOneShot) ++limit;
-    return limit;
-  };
-  CHECK(limit_of(2, 0) == 256 << 10);
-  CHECK(limit_of(4, 0) == 48 << 10);
+TEST_CASE("one_shot ends at fewer bytes with more ranks") {
+  CHECK(one_shot_max_bytes(2) == 256 << 10);
+  CHECK(one_shot_max_bytes(4) == 48 << 10);
   for (int world_size = 5; world_size <= 256; ++world_size) {
-    const std::size_t limit = limit_of(world_size, 0);
-    CHECK(limit <= limit_of(world_size - 1, 0));
+    const std::size_t limit = one_shot_max_bytes(world_size);
+    CHECK(limit <= one_shot_max_bytes(world_size - 1));
     CHECK(limit * static_cast<std::size_t>(world_size) <= 256 << 10);
     CHECK(limit >= 1024);
   }
-  for (const int world_size : {2, 64}) CHECK(limit_of(world_size, 5000) == 5000);
 }
 
 // Sizes: one phase, one element more or less, several phases and a rest.

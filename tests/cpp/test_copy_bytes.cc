@@ -5,7 +5,7 @@
 
 #include "reduce/reduce_op.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/shm/store_kind_chooser.h"
+#include "transport/shm/staging_chooser.h"
 
 namespace {
 
@@ -68,8 +68,9 @@ TEST_CASE("negative control: a copy of one byte too many or too few is noticed")
       [](void* to, const void* from, std::size_t n) { std::memcpy(to, from, n - 1); }, 3, 0, 64));
 }
 
-using Clock = StoreKindChooser::Clock;
-constexpr std::size_t kMiB = std::size_t{1} << 20;
+using Clock = StagingChooser::Clock;
+constexpr std::size_t kKiB = 1024, kMiB = kKiB * kKiB;
+constexpr std::size_t kEnd = 256 * kKiB;  // of one_shot, before it is measured
 Clock::time_point fake_now;
 
 // The times of a call in microseconds, by kind of stores.
@@ -101,7 +102,7 @@ class Ranks {
     // The wait for a late rank does not count: here the faster kind has it.
     const bool is_faster = is_streaming == (times.streaming < times.cached);
     if (is_faster) fake_now += std::chrono::microseconds(50);
-    second_.follow(first_.is_next_streaming());
+    second_.follow(first_.next());
     first_.resume();
     fake_now += time - time / 2;
     first_.end();
@@ -122,15 +123,15 @@ class Ranks {
   void pass(std::chrono::milliseconds time) { fake_now += time; }
 
  private:
-  StoreKindChooser first_{true, [] { return fake_now; }};
-  StoreKindChooser second_{false, [] { return fake_now; }};
+  StagingChooser first_{true, false, kEnd, [] { return fake_now; }};
+  StagingChooser second_{false, false, kEnd, [] { return fake_now; }};
 };
 
-// Two calls that do not count and three pairs; rank 0 publishes the verdict in the next call.
-constexpr int kRound = 8;
+// Two calls that do not count and seven pairs; rank 0 publishes the verdict in the next call.
+constexpr int kRound = 16;
 constexpr std::chrono::milliseconds kPause{100};  // more than 100 rounds of these times take
 
-TEST_CASE("the faster kind of stores is kept after three pairs of calls") {
+TEST_CASE("the faster kind of stores is kept after seven pairs of calls") {
   for (const CallTimes& times : {kShared, kSplit}) {
     Ranks ranks;
     for (int call = 0; call < kRound; ++call) {
@@ -142,10 +143,20 @@ TEST_CASE("the faster kind of stores is kept after three pairs of calls") {
   }
 }
 
-TEST_CASE("slow calls, but for one of three, do not decide the kind of stores") {
+TEST_CASE("two pairs of seven do not change the kind of stores") {
+  for (const CallTimes& usual : {kShared, kSplit}) {
+    const CallTimes& other = usual.cached == kShared.cached ? kSplit : kShared;
+    Ranks ranks;
+    for (int call = 0; call < kRound; ++call) ranks.call(call >= 6 && call < 10 ? other : usual);
+    ranks.call(usual);
+    CHECK(ranks.calls(20, usual) == (usual.streaming < usual.cached ? 20 : 0));
+  }
+}
+
+TEST_CASE("a kind of stores that is faster in four pairs of seven is not taken") {
   Ranks ranks;
-  for (int call = 0; call < kRound; ++call)
-    ranks.call(call >= kRound - 2 ? kShared : CallTimes{700, 4000});
+  for (int call = 0; call < kRound; ++call) ranks.call(call < 10 ? kSplit : kShared);
+  ranks.call(kShared);
   CHECK(ranks.calls(20, kShared) == 0);
 }
 
@@ -154,11 +165,11 @@ TEST_CASE("the kinds of stores are measured again after a hundred times of a rou
   ranks.calls(kRound + 1, kShared);
   CHECK(ranks.calls(5, kSplit) == 0);  // not yet
   ranks.pass(kPause);
-  CHECK(ranks.calls(kRound, kSplit) == 3);
+  CHECK(ranks.calls(kRound, kSplit) == 7);
   ranks.call(kSplit);
   CHECK(ranks.calls(20, kSplit) == 20);
   ranks.pass(kPause);
-  CHECK(ranks.calls(kRound, kShared) == 5);  // the two that do not count are of the kept kind
+  CHECK(ranks.calls(kRound, kShared) == 9);  // the two that do not count are of the kept kind
   ranks.call(kShared);
   CHECK(ranks.calls(20, kShared) == 0);
 }
@@ -196,6 +207,72 @@ TEST_CASE("ranks whose shares differ stream what they have much of") {
     CHECK((!first || share >= kMedium));
   }
   CHECK(num_streaming > 250);
+}
+
+// Two ranks of a group that call all_reduce, whose times depend on the algorithm.
+struct AlgorithmRanks {
+  explicit AlgorithmRanks(bool measures = true)
+      : first(true, measures, kEnd, [] { return fake_now; }) {
+    fake_now += std::chrono::hours(1);
+  }
+
+  // How many of the calls took two_shot, on both ranks.
+  int calls(int num_calls, std::size_t num_bytes, int one_shot_us, int two_shot_us,
+            std::size_t element_bytes = 4) {
+    int num_two_shot = 0;
+    for (int i = 0; i < num_calls; ++i) {
+      const bool is_two_shot = first.algorithm_of(num_bytes, element_bytes) == Algorithm::kTwoShot;
+      CHECK(is_two_shot == (second.algorithm_of(num_bytes, element_bytes) == Algorithm::kTwoShot));
+      first.begin(OpKind::kAllReduce, num_bytes, element_bytes);
+      second.begin(OpKind::kAllReduce, num_bytes, element_bytes);
+      first.pause();
+      second.follow(first.next());
+      first.resume();
+      fake_now += std::chrono::microseconds(is_two_shot ? two_shot_us : one_shot_us);
+      first.end();
+      second.end();
+      num_two_shot += is_two_shot ? 1 : 0;
+    }
+    return num_two_shot;
+  }
+
+  StagingChooser first;
+  StagingChooser second{false, true, kEnd, [] { return fake_now; }};
+};
+
+TEST_CASE("an all_reduce takes the algorithm that was faster for its size and elements") {
+  AlgorithmRanks ranks;
+  CHECK(ranks.calls(1, 384 * kKiB, 40, 50) == 1);  // before it is measured
+  ranks.calls(kRound, 384 * kKiB, 40, 50);
+  CHECK(ranks.calls(20, 384 * kKiB, 40, 50) == 0);
+  CHECK(ranks.calls(1, 257 * kKiB, 40, 50) == 0);  // of the same class
+  // The next classes have their own rounds, which do not wait.
+  for (const std::size_t num_bytes : {256 * kKiB, 385 * kKiB}) {
+    ranks.calls(kRound + 1, num_bytes, 50, 40);
+    CHECK(ranks.calls(20, num_bytes, 50, 40) == 20);
+  }
+  ranks.calls(kRound + 1, 384 * kKiB, 50, 40, 2);
+  CHECK(ranks.calls(20, 384 * kKiB, 50, 40, 2) == 20);
+  CHECK(ranks.calls(1, 384 * kKiB, 40, 50) == 0);  // what was found stays
+}
+
+TEST_CASE("the algorithm is measured again, in turn with the stores") {
+  AlgorithmRanks ranks;
+  ranks.calls(kRound + 1, 384 * kKiB, 40, 50);
+  for (int round = 0; round < 2; ++round) {
+    fake_now += kPause;
+    ranks.calls(kRound + 1, 384 * kKiB, 50, 40);
+  }
+  CHECK(ranks.calls(20, 384 * kKiB, 50, 40) == 20);
+}
+
+TEST_CASE("an algorithm is not tried far from its limit, nor where that is not measured") {
+  AlgorithmRanks ranks;
+  CHECK(ranks.calls(3 * kRound, 64 * kKiB, 50, 40) == 0);
+  CHECK(ranks.calls(3 * kRound, 2 * kMiB + 1, 40, 50) == 3 * kRound);
+  AlgorithmRanks kept(false);
+  CHECK(kept.calls(3 * kRound, kEnd, 50, 40) == 0);
+  CHECK(kept.calls(3 * kRound, kEnd + 1, 40, 50) == 3 * kRound);
 }
 
 }  // namespace

@@ -162,7 +162,7 @@ TEST_CASE("the phases of uneven shards are those of the rank with the most to se
           store, identity, {.board_region_bytes = kSmallBoardBytes}, testing::kBound);
       host::GroupWait scope(group);
       scope.begin(kPatient);
-      ShmContext context(group, scope, 1);
+      ShmContext context(group, scope, {.max_threads = 1});
       for (const Pattern& pattern : kPatterns) expect_few_phases(op, pattern, rank, group, context);
       const Collective last;
       context.begin(last);

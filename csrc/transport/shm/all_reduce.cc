@@ -10,13 +10,10 @@ namespace ringcomm {
 
 // Where one_shot stops winning with 2, 4 and 8 ranks on two cores (docs/decisions.md). From 6 ranks
 // on the limit falls as 1/N (docs/design/collectives.md).
-Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes) {
+std::size_t one_shot_max_bytes(int world_size) {
   constexpr std::size_t kKiB = 1024;
-  if (one_shot_max_bytes == 0)
-    one_shot_max_bytes =
-        world_size <= 2 ? 256 * kKiB
-                        : std::min(48 * kKiB, 256 * kKiB / static_cast<std::size_t>(world_size));
-  return num_bytes <= one_shot_max_bytes ? Algorithm::kOneShot : Algorithm::kTwoShot;
+  return world_size <= 2 ? 256 * kKiB
+                         : std::min(48 * kKiB, 256 * kKiB / static_cast<std::size_t>(world_size));
 }
 
 namespace {
@@ -118,7 +115,7 @@ class TwoShot {
                                     : staged_for(context_.wait(peer), rank_, piece);
     std::byte* region = context_.open();
     std::byte* output = at(call_.outputs[0], slice.begin_elems, output_bytes_);
-    const bool is_streaming = context_.store_kinds().kind() == cpu::StoreKind::kStreaming;
+    const bool is_streaming = context_.staging().kind() == cpu::StoreKind::kStreaming;
     std::byte* also_to = is_streaming ? nullptr : region;
     context_.reduce(call_, sources, output, also_to, slice, divisor_of(call_, world_size_),
                     update_ ? &*update_ : nullptr);

@@ -84,7 +84,7 @@ ShmTransport::ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_t
     : options_(options),
       group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), {}),
       guard_(group_),
-      context_(group_, guard_, options.max_threads) {}
+      context_(group_, guard_, options) {}
 
 void ShmTransport::plan(Collective& call) const {
   if (call.algorithm == Algorithm::kAuto) call.algorithm = options_.algorithm;
@@ -94,8 +94,7 @@ void ShmTransport::plan(Collective& call) const {
     call.algorithm = Algorithm::kTwoShot;
   if (call.op == OpKind::kAllReduce) {
     if (!call.is_requested)
-      call.algorithm =
-          choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
+      call.algorithm = context_.staging().algorithm_of(call.num_bytes(), element_bytes(call.dtype));
   } else if (call.op != OpKind::kReduceUpdateGather || call.algorithm != Algorithm::kRing) {
     call.algorithm = Algorithm::kDirect;
   }
@@ -110,7 +109,8 @@ Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
   guard_.set_arriving(group_.record_call(call.seq));
   guard_.begin(limits);
   const std::size_t num_bytes = shard_bytes(call, group_.world_size());
-  context_.store_kinds().begin(call.op, num_bytes);
+  const bool is_chosen = call.op == OpKind::kAllReduce && !call.is_requested;
+  context_.staging().begin(call.op, num_bytes, is_chosen ? element_bytes(call.dtype) : 0);
   const int num_buffers = has_shards(call.op) ? group_.world_size() : 1;
   context_.workers().begin(num_bytes * static_cast<std::size_t>(num_buffers));
   context_.take_copied_bytes();  // of a call that failed
@@ -126,7 +126,7 @@ Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
       traffic.sent_bytes = entry.run(context_, call);
       is_staged = true;
     }
-    if (is_staged) context_.store_kinds().end();
+    if (is_staged) context_.staging().end();
     group_.record_end();
     context_.workers().end();
     traffic.copied_bytes = context_.take_copied_bytes();
@@ -190,13 +190,17 @@ constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kFetchSlice{500};
 constexpr std::chrono::milliseconds kFetchPause{1};
 
-ShmContext::ShmContext(host::Group& group, host::GroupWait& guard, int max_threads)
+ShmContext::ShmContext(host::Group& group, host::GroupWait& guard,
+                       const CommunicatorOptions& options)
     : group_(group),
       guard_(guard),
       arch_(guard, group.rank(), &workers_),
       board_(arch_, group.board(), group.rank()),
-      store_kinds_(group.rank() == 0),
-      workers_(max_threads),
+      staging_(group.rank() == 0,
+               options.one_shot_max_bytes == 0 && host::CoreShare::most_ranks_per_core() <= 1,
+               options.one_shot_max_bytes > 0 ? options.one_shot_max_bytes
+                                              : one_shot_max_bytes(group.world_size())),
+      workers_(options.max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
       handles_(static_cast<std::size_t>(group.world_size())),
       memories_(static_cast<std::size_t>(group.world_size())) {}
@@ -229,12 +233,12 @@ bool ShmContext::publish() {
     if (mine.is_given()) std::memcpy(region, &mine, sizeof(mine));
   }
   // Directly before the publication: peers poll the line that this writes.
-  const HeaderLine::Flags flags{mine.is_given(), store_kinds_.is_next_streaming()};
+  const HeaderLine::Flags flags{mine.is_given(), staging_.next()};
   std::byte* const line = board_.payload(rank());
   std::memcpy(line, &flags, sizeof(flags));
   std::memcpy(line + offsetof(HeaderLine, header), header_, header_->num_wire_bytes());
   board_.publish();
-  store_kinds_.pause();
+  staging_.pause();
   // Sizes of shards that may differ are compared by Alltoallv.
   const bool has_own_sizes = header_->is_uneven || has_private_sizes(header_->op);
   for (int distance = 1; distance < world_size(); ++distance) {
@@ -246,9 +250,9 @@ bool ShmContext::publish() {
     BufferHandle& handle = handles_[static_cast<std::size_t>(peer)];
     handle = {};
     if (flags.has_handle) std::memcpy(&handle, region, sizeof(handle));
-    if (peer == 0) store_kinds_.follow(flags.is_next_streaming);
+    if (peer == 0) staging_.follow(flags.next);
   }
-  store_kinds_.resume();
+  staging_.resume();
   guard_.set_arriving(false);
   first_ = First::kOver;
   return !has_handles();
@@ -309,7 +313,7 @@ std::byte* ShmContext::find_shared(int rank, const host::ArenaLocation& location
 }
 
 void ShmContext::stage(void* to, const void* from, std::size_t num_bytes) {
-  copy(to, from, num_bytes, store_kinds_.kind());
+  copy(to, from, num_bytes, staging_.kind());
 }
 
 void ShmContext::copy_result(void* to, const void* from, std::size_t num_bytes,

@@ -18,7 +18,7 @@
 #include "host/rendezvous.h"
 #include "host/shared_arena.h"
 #include "host/workers.h"
-#include "transport/shm/store_kind_chooser.h"
+#include "transport/shm/staging_chooser.h"
 #include "transport/transport.h"
 
 namespace ringcomm {
@@ -39,7 +39,7 @@ class ShmContext {
  public:
   using Arch = host::HostArch;
 
-  ShmContext(host::Group& group, host::GroupWait& guard, int max_threads);
+  ShmContext(host::Group& group, host::GroupWait& guard, const CommunicatorOptions& options);
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
@@ -109,7 +109,8 @@ class ShmContext {
   /// Stages `num_bytes` for peers with the kind of stores that fits this machine now. Where several
   /// threads copy, it may run until finish_copies() or publish().
   void stage(void* to, const void* from, std::size_t num_bytes);
-  StoreKindChooser& store_kinds() { return store_kinds_; }
+  StagingChooser& staging() { return staging_; }
+  const StagingChooser& staging() const { return staging_; }
   /// Copies what a peer staged, or this rank's own shard, into a result of `result_bytes` in all;
   /// like stage(), later.
   void copy_result(void* to, const void* from, std::size_t num_bytes, std::size_t result_bytes);
@@ -144,7 +145,7 @@ class ShmContext {
   struct HeaderLine {
     struct Flags {
       bool has_handle = false;
-      bool is_next_streaming = false;  // of rank 0: the kind of stores in the next such call
+      StagingChooser::Answers next = 0;  // of rank 0
     } flags;
     CallHeader header;
 
@@ -173,7 +174,7 @@ class ShmContext {
   host::GroupWait& guard_;
   Arch arch_;
   Board<Arch> board_;
-  StoreKindChooser store_kinds_;
+  StagingChooser staging_;
   host::Workers workers_;
   std::vector<Copy> copies_;
   std::uint64_t copied_bytes_ = 0;
@@ -195,9 +196,8 @@ ShmCollective all_reduce_one_shot, all_reduce_zero_copy, reduce;
 /// all_reduce, or with an update reduce_scatter_update_all_gather; run_ring is in ring.cc.
 ShmCollective run_two_shot, run_ring;
 
-/// The default algorithm of an all_reduce of `num_bytes` over `world_size` ranks.
-/// `one_shot_max_bytes` replaces the measured limit where it is not 0.
-Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes);
+/// Where one_shot ends in a group that has not measured it.
+std::size_t one_shot_max_bytes(int world_size);
 
 /// board_collectives.cc: one phase per piece; each byte is staged once, regardless of the number of
 /// readers. While the context shares inputs, they run on these.

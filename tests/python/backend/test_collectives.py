@@ -254,6 +254,28 @@ def test_a_ring_has_another_order(rank: int) -> None:
         assert ringcomm.stats(group)["all_reduce", algorithm]["sent_bytes"] == 6000
 
 
+@in_ranks(2)
+def test_calls_that_choose_the_algorithm(rank: int) -> None:
+    """While rank 0 measures both, at sizes near their limit, between calls and asynchronous ones."""
+    group = dist.new_group(backend="ringcomm")
+    num_calls = 0
+    for dtype in (torch.int32, torch.int16):
+        for num_bytes in (200 << 10, 300 << 10, 900 << 10):
+            for index in range(24):
+                values = torch.arange(num_bytes // dtype.itemsize).remainder(97).to(dtype) + index
+                tensor = values.clone()
+                work = dist.all_reduce(tensor, group=group, async_op=index % 3 == 0)
+                if index % 5 == 0:
+                    dist.all_gather_into_tensor(torch.empty(8), torch.ones(4), group=group)
+                if work is not None:
+                    work.wait()
+                assert torch.equal(tensor, 2 * values)
+                num_calls += 1
+    counts = ringcomm.stats(group)
+    algorithms = [counts[key]["num_calls"] for key in counts if key[0] == "all_reduce"]
+    assert sum(algorithms) == num_calls
+
+
 # ---- threads of a rank
 
 NUM_THREADS = 3
