@@ -256,7 +256,7 @@ def test_a_ring_has_another_order(rank: int) -> None:
 
 @in_ranks(2)
 def test_calls_that_choose_the_algorithm(rank: int) -> None:
-    """While rank 0 measures both, at sizes near their limit, between calls and asynchronous ones."""
+    """While rank 0 measures both, at sizes near their limit; also in asynchronous calls."""
     group = dist.new_group(backend="ringcomm")
     num_calls = 0
     for dtype in (torch.int32, torch.int16):
