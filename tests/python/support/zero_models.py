@@ -128,8 +128,10 @@ def assert_alike(found: dict[str, Tensor]) -> None:
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=0, atol=atol, msg=name)
+    wanted = {name: value.cpu() for name, value in expected.items()}
+    torch.testing.assert_close(
+        {name: found[name].cpu() for name in wanted}, wanted, rtol=0, atol=atol
+    )
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
