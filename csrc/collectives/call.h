@@ -282,7 +282,7 @@ class Stats {
 struct CommunicatorOptions {
   Algorithm algorithm = Algorithm::kAuto;  ///< of all_reduce
   bool is_rank_ordered = false;            ///< reductions equal to the left-to-right sum over ranks
-  std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: the measured limit
+  std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: where calls find it
   std::string transport = {};              ///< "shm", "messages", or "": by where the ranks are
   std::string message_backend = {};        ///< what carries messages, where anything does
   // This rank's.
