@@ -58,7 +58,7 @@ def test_few_states_are_in_memory(tmp_path: Path) -> None:
             param.grad = torch.ones_like(param)
         optimizer.step()
         largest = 4 * 139 * 512
-        assert optimizer.tier.memory_bytes <= 4 * largest + 4096
+        assert optimizer.tier._pool.num_bytes <= 4 * largest + 4096  # type: ignore[attr-defined]
         assert sum(param.nbytes for param in model.parameters()) > 25 * largest
 
 
