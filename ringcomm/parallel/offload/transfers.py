@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -71,6 +71,24 @@ def empty_row(num_elems: int, dtype: torch.dtype, *, is_pinned: bool = False) ->
     return memory[:num_bytes].view(dtype)
 
 
+def edges_in_row(tensors: Sequence[Tensor], alignment: int = 1) -> list[int]:
+    """Where tensors begin in a row of bytes, and where the last one ends."""
+    edges, end = list[int](), 0
+    for tensor in tensors:
+        step = max(alignment, tensor.itemsize)
+        edges.append(-(-end // step) * step)
+        end = edges[-1] + tensor.nbytes
+    return [*edges, end]
+
+
+def views_in_row(row: Tensor, tensors: Sequence[Tensor], alignment: int = 1) -> list[Tensor]:
+    """Tensors like these in a row of bytes."""
+    return [
+        row[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+        for begin, like in zip(edges_in_row(tensors, alignment), tensors, strict=False)
+    ]
+
+
 def is_aligned(tensor: Tensor) -> bool:
     """Whether a contiguous tensor begins on a page and its memory extends to a whole last block."""
     room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
@@ -79,7 +97,7 @@ def is_aligned(tensor: Tensor) -> bool:
 
 # ---- threads
 
-_Queue = SimpleQueue[Callable[[], None]]
+_Queue = SimpleQueue[Callable[[], object]]
 
 
 def _work_on(queue: _Queue) -> None:

@@ -79,6 +79,7 @@ class FullDisk:
 @in_ranks(1)
 def test_a_disk_that_is_full_at_any_write_ends_the_run(rank: int, tmp_path: Path) -> None:
     """At the latest where the row is read: no step uses what was not written."""
+
     def train(fails_at: int) -> tuple[int, int]:
         """The numbers of writes before and after the second step."""
         disk = FullDisk(fails_at)

@@ -217,7 +217,7 @@ def test_a_forked_child_has_threads_of_its_own_and_is_told_of_the_parents(fd: in
     ended, waits = start(fd, data), threading.Event()
     ended.wait()
     for _ in range(4):  # no thread is free
-        transfers._queue_of(os.getpid()).put(lambda: waits.wait() and None)
+        transfers._queue_of(os.getpid()).put(waits.wait)
     in_progress = start(fd, data)
     child = os.fork()
     if child == 0:
