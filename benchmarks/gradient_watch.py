@@ -1,4 +1,4 @@
-"""Measures the memory of live gradients."""
+"""Measures the memory of live gradients, and finds what a rank of zero.shard() keeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
+from ringcomm.parallel import zero
+from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
+from ringcomm.parallel.zero.stage1_2 import FlatZero
+from ringcomm.torch_names import tree_leaves
 
 
 def live_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -23,6 +27,31 @@ def live_bytes(tensors: Iterable[Tensor | None]) -> int:
             storage = local.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def gradients_of(optimizer: Any) -> list[Tensor]:
+    """This rank's gradients in memory now, buffers and shards, of a ZeroOptimizer."""
+    if isinstance(optimizer, zero.ZeroInfinity):
+        optimizer._shard_store.settle()
+        return [*optimizer._shard_store.small_grads.values()]
+    if isinstance(optimizer, FlatZero):
+        tensors = (tensor for b in optimizer._buckets for tensor in (b.grads, b.shard_grad))
+        return [tensor for tensor in tensors if tensor is not None]
+    return [grad for _, grad in optimizer._shards()]
+
+
+def states_of(optimizer: Any) -> list[Tensor]:
+    """This rank's states in memory, with float32 masters of 16-bit weights, of a ZeroOptimizer."""
+    inner, saved = optimizer.inner.by_param, optimizer.saved_states
+    states = [saved.of(p) for p in optimizer.all_params() if not inner[p].is_offloaded]
+    values = [local_of(leaf) for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
+    return [value for value in values if value.dim()]
+
+
+def io_bytes_of(optimizer: Any) -> tuple[int, int]:
+    """Bytes that this rank has read from and written to files of ZeroInfinity, in whole blocks."""
+    store = getattr(getattr(optimizer, "_tier", None), "store", None)
+    return (0, 0) if store is None else (store.read_bytes, store.written_bytes)
 
 
 class GradientWatch:

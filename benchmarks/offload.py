@@ -31,6 +31,7 @@ from typing import Any
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
+from gradient_watch import io_bytes_of
 from harness import Options, Report, flag
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -224,18 +225,15 @@ class Steps:
         }
         seconds = {}
         for half, call in halves.items():
-            before = self._io_bytes()
+            before = sum(io_bytes_of(self.optimizer))
             seconds[half] = timed(call)
-            self.moved[half] = self._io_bytes() - before
+            self.moved[half] = sum(io_bytes_of(self.optimizer)) - before
         self.optimizer.zero_grad()
         return seconds
 
     def values(self) -> list[Tensor]:
         """The weights, which files are read for."""
         return [*get_state_dict(self.model, full=True)[0].values()]
-
-    def _io_bytes(self) -> int:
-        return sum(getattr(self.optimizer, "io_bytes", ()))
 
 
 def measure_steps(options: Options, folder: Path) -> list[Record]:

@@ -16,7 +16,13 @@ from report import records_of
 from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.timing import Contender, measure
+from ringcomm.measure.timing import Contender, Timings, measure
+
+
+def of_blocks(timings: Timings) -> Timings:
+    """The same with each call's time as its block's over its calls, as nccl-tests has it."""
+    calls = zip(timings.elapsed, timings.blocks, strict=True)
+    return Timings([[seconds] * len(block) for seconds, block in calls], timings.elapsed)
 
 
 @dataclass
@@ -125,7 +131,7 @@ class Bench:
         if timings is None:
             return []
         if by_block:
-            timings = {label: found.of_blocks() for label, found in timings.items()}
+            timings = {label: of_blocks(found) for label, found in timings.items()}
         found = records_of(timings, subject, wrong or dict.fromkeys(timings, 0), name)
         return [record | facts | weather.record() for record in found]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from decoder import Decoder, make_pipeline, pipeline_bytes, split_bytes, split_layers
-from gradient_watch import live_bytes
+from gradient_watch import gradients_of, live_bytes, states_of
 from operations import RINGCOMM
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +76,7 @@ class Trainee:
         """What this rank keeps of gradients, between the halves."""
         grads = [param.grad for param in self.model.parameters()]
         if isinstance(self.optimizer, zero.ZeroOptimizer):
-            grads += self.optimizer.gradient_tensors()
+            grads += gradients_of(self.optimizer)
         return live_bytes(grads)
 
     def param_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Trainee:
     def state_bytes(self) -> int:
         """What this rank keeps of the optimizer's state."""
         if isinstance(self.optimizer, zero.ZeroOptimizer):
-            return live_bytes(self.optimizer.state_tensors())
+            return live_bytes(states_of(self.optimizer))
         inner = getattr(self.optimizer, "optim", self.optimizer)
         states = inner.state.values()
         return live_bytes(v for state in states for v in state.values() if isinstance(v, Tensor))

@@ -61,11 +61,6 @@ class Timings:
     blocks: list[list[float]]
     elapsed: list[float]
 
-    def of_blocks(self) -> "Timings":
-        """The same with each call's time as its block's over its calls, as nccl-tests has it."""
-        calls = zip(self.elapsed, self.blocks, strict=True)
-        return Timings([[seconds] * len(block) for seconds, block in calls], self.elapsed)
-
     def num_calls(self) -> int:
         """How many calls were timed."""
         return sum(map(len, self.blocks))

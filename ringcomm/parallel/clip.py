@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ringcomm.parallel.flat_collectives import local_of, sent_by
+from ringcomm.parallel.flat_collectives import gathered_rows, local_of
 from ringcomm.parallel.model.cut import Axes, Sharding
 from ringcomm.parallel.model.describe import describe
-from ringcomm.torch_names import all_gather_single, foreach_mul_, foreach_norm
+from ringcomm.torch_names import foreach_mul_, foreach_norm
 
 
 @torch.no_grad()
@@ -132,16 +132,16 @@ def over_all_ranks(
     for sharding, row in own.items():
         share = torch.cat([row[:num_sums] / sharding.num_copies, row[num_sums:]])
         pools[sharding.groups] = _joined([pools[sharding.groups], share], num_sums)
-    for group in axes.groups:
+    for group in axes.groups:  # Not by all_reduce: its order may differ between groups.
         # All ranks of the group have the same pools in the same order, because they have the same
         # modules. The exception is a group of experts, which is last and therefore has one pool.
         mine = [rest for rest in pools if rest[:1] == (group,)]
-        rows = _gathered(torch.stack([pools[rest] for rest in mine]), group)
+        rows = gathered_rows(torch.stack([pools[rest] for rest in mine]), group)
         for rest, row in zip(mine, rows.unbind(1), strict=True):
             pools[rest[1:]] = _joined([pools[rest[1:]], *row], num_sums)
     total = pools[()]
     if axes.stages is not None and axes.stages.size() > 1:
-        total = _joined([*_gathered(total, axes.stages)], num_sums)
+        total = _joined([*gathered_rows(total, axes.stages)], num_sums)
     return total
 
 
@@ -169,14 +169,6 @@ def _joined(rows: list[Tensor], num_sums: int) -> Tensor:
         largest = torch.maximum(found[num_sums:], row[num_sums:])
         found = torch.cat([found[:num_sums] + row[:num_sums], largest])
     return found
-
-
-def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' tensors, (ranks, *shape). Not all_reduce: its order may differ between groups."""
-    sent = sent_by(group, mine).contiguous()
-    rows = sent.new_empty(group.size(), *mine.shape)
-    all_gather_single(rows.view(-1), sent.view(-1), group=group)
-    return rows.to(mine.device)
 
 
 def power_of(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -219,11 +219,12 @@ def largest_of(
     return tensor.tolist()
 
 
-def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """All ranks' numbers, from int64 [1] on a device that the group supports. Collective."""
-    numbers = number.new_empty(group.size())
-    torch_names.all_gather_single(numbers, number, group=group)
-    return numbers.tolist()
+def gathered_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' tensors, (ranks, *shape), on the device of this rank's. Collective."""
+    sent = sent_by(group, mine).contiguous()
+    rows = sent.new_empty(group.size(), *mine.shape)
+    torch_names.all_gather_single(rows.view(-1), sent.view(-1), group=group)
+    return rows.to(mine.device)
 
 
 def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:

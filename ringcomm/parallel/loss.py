@@ -49,16 +49,16 @@ class Batch(NamedTuple):
     kwargs: dict[str, Any]
     targets: Any
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Batch":
         """The batch on a device, except tensors on the meta device."""
-        return tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(device), self)
+        move = lambda x: x if x.is_meta else x.to(device, non_blocking=non_blocking)  # noqa: E731
+        return tree_map_only(Tensor, move, self)
 
     def sent_to(self, device: torch.device) -> "tuple[Batch, torch.Event | None]":
         """As to(), without a wait; and the event after which pinned memory may be written."""
         if device.type == "cpu":
             return self.to(device), None
-        move = lambda x: x if x.is_meta else x.to(device, non_blocking=True)  # noqa: E731
-        moved = tree_map_only(Tensor, move, self)
+        moved = self.to(device, non_blocking=True)
         is_pinned = any(isinstance(x, Tensor) and x.is_pinned() for x in tree_leaves(self))
         stream = torch.accelerator.current_stream(device)
         return moved, stream.record_event() if is_pinned else None

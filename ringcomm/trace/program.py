@@ -4,7 +4,7 @@ They label what a rank does between its calls. While a process records, nn.Modul
 torch.autograd.backward and torch.autograd.grad are wrapped, and optimizers have hooks. Of phases
 inside each other the outermost is recorded: a model, and not its modules; a backward pass, and not
 the forward passes that it repeats. An optimizer step whose closure runs the model ends there.
-What ringcomm itself tries, such as a loss function, is no phase of the program: `unrecorded`.
+What ringcomm itself runs, as for the shapes of a stage, is no phase of the program: `unrecorded`.
 
 NAME.program is a ring of records in a mapped file, which survives if the process is killed.
 """

@@ -16,9 +16,8 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.activations.arena import Kept, SavedTensors, is_plain
 from ringcomm.parallel.activations.arena import arena as Arena  # also an argument
-from ringcomm.parallel.flat_collectives import all_gather_shards, device_of, largest_of
+from ringcomm.parallel.flat_collectives import all_gather_shards, gathered_rows, largest_of
 from ringcomm.parallel.offload.device_copies import host_copy
-from ringcomm.torch_names import all_gather_single
 
 _log = logging.getLogger("ringcomm")
 
@@ -149,10 +148,8 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
 
     def _gathered(self, mine: list[int]) -> list[list[int]]:
         """All ranks' numbers, of which each has as many. Collective."""
-        row = torch.tensor(mine, dtype=torch.int64, device=device_of(self._group))
-        rows = row.new_empty(self._group.size(), len(mine))
-        all_gather_single(rows.view(-1), row, group=self._group)
-        found: list[list[int]] = rows.tolist()
+        row = torch.tensor(mine, dtype=torch.int64, device="cpu")
+        found: list[list[int]] = gathered_rows(row, self._group).tolist()
         return found
 
     def _keep(self, kept: Kept) -> None:

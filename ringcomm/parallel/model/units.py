@@ -121,12 +121,6 @@ def _with_experts(model: nn.Module, units: Iterable[nn.Module] | None) -> list[n
     return [*apart, *(unit for unit in given if unit not in inside)]
 
 
-def data_group_of(unit: Any, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """The ranks of a group that share a unit; None if this one is alone, with its experts."""
-    is_apart = isinstance(unit, LocalExperts) and unit.group.size() > 1
-    return unit.replica_group if is_apart else group
-
-
 def new_group_alone() -> dist.ProcessGroup:
     """A group of this rank."""
     made: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -208,7 +202,7 @@ def shard_units(
     for module, params in fsdp_units(model.module, units):
         materialize(module, params, device)
         start_equal_over_data(model, [group], params)
-        ranks = data_group_of(module, group)
+        ranks = model.weights[params[0]].data_group(group) if params else group
         if ranks not in meshes:
             meshes[ranks] = DeviceMesh.from_group(ranks or new_group_alone(), device.type)
         made: Any = fully_shard(module, mesh=meshes[ranks], **options)

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ringcomm.parallel.flat_collectives import current_stream_of, side_stream
-from ringcomm.parallel.offload.transfers import empty_row
+from ringcomm.parallel.offload.transfers import edges_in_row, empty_row, views_in_row
 
 _copies = partial(side_stream, use="copies")  # down, and up again
 _ALIGNMENT = 512  # as of torch's allocators
@@ -63,10 +62,7 @@ class Upload:
         """Starts copies, which are made after the last use of the former ones."""
         if self._used is not None:
             self._stream.wait_event(self._used)
-        found = []
-        for tensor, begin in zip(tensors, _begins(tensors), strict=False):
-            row = self._memory[begin : begin + tensor.nbytes]
-            found.append(row.view(tensor.dtype).view(tensor.shape))
+        found = views_in_row(self._memory, tensors, _ALIGNMENT)
         with current_stream_of(self._device, self._stream):
             for copy, tensor in zip(found, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
@@ -93,9 +89,4 @@ class Upload:
 
 def bytes_for(tensors: Sequence[Tensor]) -> int:
     """What an Upload of these tensors needs."""
-    return _begins(tensors)[-1]
-
-
-def _begins(tensors: Sequence[Tensor]) -> list[int]:
-    sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
-    return [*accumulate(sizes, initial=0)]
+    return edges_in_row(tensors, _ALIGNMENT)[-1]

@@ -11,14 +11,17 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload import transfers
-from ringcomm.parallel.offload.transfers import Transfer, aligned_size, is_aligned
+from ringcomm.parallel.offload.transfers import (
+    Transfer,
+    aligned_size,
+    in_file_thread,
+    is_aligned,
+)
 from ringcomm.process import open_above
 
 _log = logging.getLogger("ringcomm")
@@ -56,7 +59,7 @@ class FileStore:
 
     def __init__(self, path: str | os.PathLike[str], *, block_bytes: int = 1 << 20) -> None:
         self.path = Path(path)
-        self._engine = transfers.shared_engine(block_bytes)
+        self._block_bytes = block_bytes
         self.path.mkdir(parents=True, exist_ok=True)
         self._fd, self.is_direct = open_scratch(self.path)
         self._pending: dict[str, Transfer] = {}
@@ -81,9 +84,13 @@ class FileStore:
         self._failed.pop(key, None)
         entry = self._entries.get(key)
         if entry is None:
-            if size := aligned_size(row.nbytes):
-                with self._naming(f"no disk space for {key}, {size} bytes,"):
+            size = aligned_size(row.nbytes)
+            try:
+                if size:
                     os.posix_fallocate(self._fd, self._end, size)
+            except OSError as error:
+                code, what = error.errno or errno.EIO, f"no disk space for {key}, {size} bytes,"
+                raise OSError(code, f"{what} at {self.path}: {os.strerror(code)}") from error
             entry = _Entry(row.dtype, row.numel(), self._end)
             self._end += size
             self._entries[key] = entry
@@ -105,23 +112,14 @@ class FileStore:
         if self.spec(key) != (row.numel(), row.dtype) or not is_aligned(row):
             raise ValueError(f"{key} must be a row of {entry.num_elems} {entry.dtype}, aligned")
         num_bytes = aligned_size(row.nbytes) if self.is_direct else row.nbytes
-        handle = self._engine.start(
-            is_write,
-            self._fd,
-            row,
-            num_bytes,
-            entry.offset,
-            num_used=row.nbytes,
-            expected=None if is_write else entry.checksums,
-        )
-        if is_write:
-            entry.checksums = handle.checksums  # complete before anyone reads them
+        what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"
+        place = self._fd, num_bytes, entry.offset, self._block_bytes
+        transfer = Transfer(what, row, *place, None if is_write else entry.checksums)
+        entry.checksums = transfer.checksums  # complete before anyone reads them
         self.written_bytes += num_bytes * is_write
         self.read_bytes += num_bytes * (not is_write)
-        what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"
-        for other in [k for k, transfer in self._pending.items() if transfer.handle.is_done()]:
+        for other in [k for k, transfer in self._pending.items() if transfer.is_done()]:
             self._settle(other)
-        transfer = Transfer(what, row, handle, is_read=not is_write)
         self._pending[key] = transfer
         return transfer
 
@@ -135,15 +133,6 @@ class FileStore:
             if not pending.is_read:
                 self._failed[key] = error
         del self._pending[key]
-
-    @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
-        """Adds the path to errors of the file system."""
-        try:
-            yield
-        except OSError as error:
-            code = error.errno or errno.EIO
-            raise OSError(code, f"{what} at {self.path}: {os.strerror(code)}") from error
 
     def _check_open(self) -> None:
         if self._fd < 0:
@@ -173,11 +162,11 @@ class FileStore:
 
 def _finish(fd: int, pending: dict[str, Transfer]) -> None:
     """Closes a file after its last transfer: its descriptor may then be reused."""
-    if transfers.in_engine_thread():  # a garbage collection there; waiting would stop the transfers
+    if in_file_thread():  # a garbage collection there; waiting would stop the transfers
         threading.Thread(target=_finish, args=(fd, pending)).start()
         return
     for transfer in pending.values():
-        transfer.handle.wait()
+        transfer.wait_for_end()
     pending.clear()
     os.close(fd)
 

@@ -24,7 +24,7 @@ from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.units import device_of_model
 from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.state_rows import Operands
-from ringcomm.parallel.offload.tiers import FileTier, make_tier
+from ringcomm.parallel.offload.tiers import make_tier
 from ringcomm.parallel.offload.weight_shards import WeightShards
 from ringcomm.parallel.zero.inner import Given, Grads, Inner, InnerSteps
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
@@ -189,11 +189,6 @@ class ZeroInfinity(ZeroOptimizer):
         self._forget_gradients()
         self._weights.release_all()
 
-    def gradient_tensors(self) -> list[Tensor]:
-        """See ZeroOptimizer."""
-        self._shard_store.settle()
-        return list(self._shard_store.small_grads.values())
-
     # ---- the update
 
     def _update(self, factor: float) -> None:
@@ -224,10 +219,3 @@ class ZeroInfinity(ZeroOptimizer):
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See WeightShards."""
         return self._weights.range_of(param, rank)
-
-    @property
-    def io_bytes(self) -> tuple[int, int]:
-        """Bytes that this rank has read from and written to files so far, in whole blocks."""
-        if not isinstance(self._tier, FileTier):
-            return 0, 0
-        return self._tier.store.read_bytes, self._tier.store.written_bytes

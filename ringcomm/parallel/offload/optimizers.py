@@ -21,7 +21,6 @@ from ringcomm.parallel.offload.state_rows import (
     StateRows,
     StatesView,
     large_tensors,
-    map_tensors,
     numbered_groups,
 )
 from ringcomm.parallel.offload.tiers import RowHandle, Tier, make_tier
@@ -34,7 +33,7 @@ from ringcomm.parallel.optimizer_classes import (
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import attributes_of, needs_whole
-from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
+from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks, tree_map_only
 
 
 class Offloaded(PieceSteps):
@@ -66,8 +65,7 @@ class Offloaded(PieceSteps):
         to: "cpu" or "nvme".
         path: for "nvme", a folder on the disk to use.
         chunk_elems: the maximum number of weights in a piece.
-        elementwise: see zero.shard().
-        whole: see zero.shard().
+        elementwise, whole: see zero.shard().
 
     Raises:
         TypeError: the optimizer updates several weights together, is of a class that is neither
@@ -217,8 +215,8 @@ class Offloaded(PieceSteps):
             return parts[0]
         shape, columns = self._operands.shape(param), zip(*map(large_tensors, parts), strict=True)
         joined = (torch.cat(column).view(shape) for column in columns)
-        found: dict[str, Any] = map_tensors(lambda x: next(joined) if x.dim() else x, parts[0])
-        return found
+        of_whole = tree_map_only(Tensor, lambda x: next(joined) if x.dim() else x, parts[0])
+        return {**of_whole}
 
     def kept_of(self, param: Tensor) -> Any:
         """The object that describes a parameter's state; another one, once it is replaced."""
@@ -243,7 +241,7 @@ class Offloaded(PieceSteps):
                 value = local_of(value).to(dtype if value.is_floating_point() else value.dtype)
                 return value if self.is_whole else value.reshape(-1)[place]
 
-            given = map_tensors(cut, {**state})
+            given = tree_map_only(Tensor, cut, {**state})
             old = self._rows.copy((number, begin))
             self._rows.kept.pop((number, begin), None)
             if dtype == param.dtype:

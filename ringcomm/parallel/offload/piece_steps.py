@@ -12,12 +12,12 @@ from ringcomm.parallel.offload.device_copies import copy_back, host_copy, settle
 from ringcomm.parallel.offload.state_rows import (
     Operands,
     StateRows,
-    map_tensors,
     text_of,
     update_by_kernel,
 )
 from ringcomm.parallel.offload.tiers import RowHandle
 from ringcomm.parallel.optimizer_classes import BY_WEIGHT, options_of, run_on_parts
+from ringcomm.torch_names import tree_map_only
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -160,7 +160,7 @@ class PieceSteps(torch.optim.Optimizer):
                 copy_back(weight, on_host)
         else:
             state.pop("master", None)
-            state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
+            state = tree_map_only(Tensor, lambda x: x.to(weight.device) if x.dim() else x, state)
             updated = weight if master is None else master.to(weight.device)
             group = {**self.param_groups[self._places[param][1]], **options_of(options)}
             grad = None if grad is None else grad.to(updated.device, non_blocking=True)

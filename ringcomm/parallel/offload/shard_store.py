@@ -28,38 +28,36 @@ class _Coming(NamedTuple):
 
 
 class _Fetched:
-    """A unit's pieces on their way to its device: large ones, and the packed row."""
+    """A unit's pieces on their way to its device: large ones, and the packed row.
+
+    `upload` is None before copy_to().
+    """
 
     def __init__(self, unit: ShardedUnit, handles: list[RowHandle], tier: Tier) -> None:
         self.unit, self._handles, self._tier = unit, handles, tier
-        self._upload: Upload | None = None
+        self.upload: Upload | None = None
         self._copies: list[Tensor] = []
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether copy_to() was called."""
-        return self._upload is not None
 
     def copy_to(self, upload: Upload) -> None:
         """Starts copying to the device, after the host has waited for files."""
-        self._upload, self._copies = upload, upload.start(self._rows())
+        self.upload, self._copies = upload, upload.start(self._rows())
 
     def begin_use(self) -> list[Tensor]:
         """The pieces, for calls on the current stream."""
-        if self._upload is None:
+        if self.upload is None:
             return self._rows()
-        self._upload.begin_use()
+        self.upload.begin_use()
         return self._copies
 
     def end_use(self) -> None:
         """After the last call."""
-        if self._upload is not None:
-            self._upload.end_use()
+        if self.upload is not None:
+            self.upload.end_use()
 
     def release(self) -> None:
         """Gives rows back. The host waits for copies of rows whose memory others may then use."""
-        if self._upload is not None and not self._tier.keeps_memory:
-            self._upload.wait()
+        if self.upload is not None and not self._tier.keeps_memory:
+            self.upload.wait()
         handles, self._handles = self._handles, []
         for handle in handles:
             self._tier.release(handle, is_written=False)
@@ -115,7 +113,7 @@ class ShardStore(Operands):
             self.forget_ahead()
             fetched = self._fetch(unit)
         self._used.append(unit)
-        if self._is_device and not fetched.is_copied:
+        if self._is_device and fetched.upload is None:
             self._begin_copy(fetched)
         pieces = fetched.begin_use()
         num_used = len(self._used)

@@ -1,6 +1,6 @@
 """What offloaded optimizers work on, and their states in a tier, of which a piece is one row."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import count
 from typing import Any
@@ -12,8 +12,9 @@ from ringcomm import ops
 from ringcomm.ops.fused_update import Rule
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.offload.tiers import RowHandle, Tier
+from ringcomm.parallel.offload.transfers import edges_in_row, views_in_row
 from ringcomm.parallel.optimizer_classes import MASTER, State, States
-from ringcomm.torch_names import tree_map_only
+from ringcomm.torch_names import tree_leaves, tree_map_only
 
 
 class Operands:
@@ -97,40 +98,9 @@ def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{**group, "params": [next(number) for _ in group["params"]]} for group in groups]
 
 
-def _in_row(tensors: Sequence[Tensor]) -> list[int]:
-    """Where tensors begin in a row of bytes, and where the last one ends."""
-    edges, end = list[int](), 0
-    for tensor in tensors:
-        edges.append(-(-end // tensor.itemsize) * tensor.itemsize)
-        end = edges[-1] + tensor.nbytes
-    return [*edges, end]
-
-
-def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors like these in a row of bytes."""
-    return [
-        row[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
-        for begin, like in zip(_in_row(tensors), tensors, strict=False)
-    ]
-
-
-def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """A state with other values for its tensors, also in dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(fn, each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        found = [map_tensors(fn, each) for each in value]
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-    return value
-
-
 def large_tensors(state: Any) -> list[Tensor]:
-    """The tensors of one or more dimensions in a state."""
-    found: list[Tensor] = []
-    map_tensors(lambda value: found.append(value) if value.dim() else None, state)
-    return found
+    """The tensors of one or more dimensions in a state, also in its dicts, lists and tuples."""
+    return [value for value in tree_leaves(state) if isinstance(value, Tensor) and value.dim()]
 
 
 class StateRows:
@@ -160,17 +130,19 @@ class StateRows:
         """A state of which fetch() returned the row; waits for it."""
         key, values = self.kept.get(piece, ("", {}))
         views = iter(self._views(key, handle, large_tensors(values)))
-        found: dict[str, Any] = map_tensors(lambda x: next(views) if x.dim() else x, values)
+        found: dict[str, Any] = tree_map_only(
+            Tensor, lambda x: next(views) if x.dim() else x, values
+        )
         return found
 
     def _views(self, key: str, handle: RowHandle | None, tensors: list[Tensor]) -> list[Tensor]:
         """Tensors like these in a row; there is none for tensors without elements."""
         if handle is None:
-            return _views(torch.empty(0, dtype=torch.uint8, device="cpu"), tensors)
+            return views_in_row(torch.empty(0, dtype=torch.uint8, device="cpu"), tensors)
         known = self._known.get(key, [])
         kinds = [[(x.shape, x.dtype) for x in of] for of in (known, tensors)]
         if not known or kinds[0] != kinds[1]:
-            known = _views(handle.wait(), tensors)
+            known = views_in_row(handle.wait(), tensors)
             if self._tier.keeps_memory:
                 self._known[key] = known
         return known
@@ -178,7 +150,7 @@ class StateRows:
     def copy(self, piece: tuple[int, int]) -> dict[str, Any]:
         """A copy of a state; {} if there is none."""
         handle = self.fetch(piece)
-        found: dict[str, Any] = map_tensors(torch.clone, self.view(piece, handle))
+        found: dict[str, Any] = tree_map_only(Tensor, torch.clone, self.view(piece, handle))
         self.release(handle)
         return found
 
@@ -194,9 +166,9 @@ class StateRows:
             if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
                 kind = f"{type(value).__name__} of layout {value.layout}"
                 raise TypeError(f"an optimizer's state is a {kind}, which cannot be offloaded")
-        num_bytes = _in_row(tensors)[-1]
+        num_bytes = edges_in_row(tensors)[-1]
         key = f"state.{self._first + piece[0]}.{piece[1]}.{num_bytes}" if num_bytes else ""
-        self.kept[piece] = key, map_tensors(_without_values, state)
+        self.kept[piece] = key, tree_map_only(Tensor, _without_values, state)
         new = handle if handle is not None and handle.key == key else None
         if new is None and num_bytes:
             new = self._tier.new(key, num_bytes, torch.uint8)

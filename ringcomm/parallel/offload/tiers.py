@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.offload.file_store import FileStore
-from ringcomm.parallel.offload.transfers import BufferPool, Transfer, aligned_size, empty_row
+from ringcomm.parallel.offload.transfers import BufferPool, Transfer, empty_row
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,11 +75,6 @@ class Tier:
         """Releases everything."""
         self._rows = {}
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of host memory in use, including free buffers."""
-        return sum(aligned_size(row.nbytes) for row in self._rows.values())
-
 
 class FileTier(Tier):
     """Rows in a FileStore, transferred through a few buffers."""
@@ -110,11 +105,6 @@ class FileTier(Tier):
     def close(self) -> None:
         """See Tier."""
         self.store.close()
-
-    @property
-    def memory_bytes(self) -> int:
-        """See Tier."""
-        return self._pool.num_bytes
 
 
 def make_tier(to: Literal["cpu", "nvme"], path: Any) -> Tier:

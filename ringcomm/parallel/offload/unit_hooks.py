@@ -149,11 +149,7 @@ class UnitHooks:
         """A loss may begin at a tensor that the unit does not return, such as a kept activation."""
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
             if tensor.requires_grad:
-                tensor.register_hook(self._backward_at_part)
-
-    def _backward_at_part(self, _: Tensor) -> None:
-        if not self.unit.is_full:
-            self._gather_in_backward()
+                tensor.register_hook(self._gather_in_backward)
 
     def _watch_params(self) -> None:
         for param in self._params - self._watched:
@@ -185,7 +181,7 @@ class UnitHooks:
         self._num_inputs = 0  # of the uses that the backward has reached, and not left
         self._missing: set[Tensor] | None = None  # without gradient; None before any use
 
-    def _gather_in_backward(self) -> None:
+    def _gather_in_backward(self, _: Tensor | None = None) -> None:
         self._passes.enter(self._pass_ends)
         self.unit.gather()
 

@@ -18,7 +18,6 @@ from ringcomm.parallel.model.cut import note_shards
 from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
 from ringcomm.parallel.model.saving import refuse_copy, refuse_moves, save_full
 from ringcomm.parallel.model.units import (
-    data_group_of,
     materialize,
     new_group_alone,
     params_of_units,
@@ -71,7 +70,8 @@ class WeightShards:
         for module, params in found:
             materialize(module, params, device)
             start_equal_over_data(described, [self.group], params)
-            ranks = data_group_of(module, self.group) or alone or (alone := new_group_alone())
+            ranks = described.weights[params[0]].data_group(group) or alone
+            ranks = ranks or (alone := new_group_alone())
             self.units.append(ShardedUnit(module, params, ranks, shard_store))
         materialize(model, (), device)  # modules with only buffers
         start_equal_over_data(describe(model), [self.group], model.buffers())

@@ -70,8 +70,7 @@ class ParameterServer:
             of all that require grad.
         wire_dtype: such as torch.bfloat16: wider parameters and gradients are sent in it. Sums and
             servers' weights keep their own dtype.
-        elementwise: see zero.shard().
-        whole: see zero.shard().
+        elementwise, whole: see zero.shard().
 
     Attributes:
         group: a separate group for its messages.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
+from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, gathered_rows
 from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, check_values, parameters_of
 from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.model.units import materialize
@@ -28,6 +28,7 @@ from ringcomm.parallel.pipeline.blocks import (
 )
 from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_plan
 from ringcomm.parallel.pipeline.stage import (
+    MAX_SHAPES,
     Made,
     Metas,
     aborted_on_failure,
@@ -38,9 +39,6 @@ from ringcomm.parallel.pipeline.stage import (
 from ringcomm.parallel.pipeline.torch_stage import meta_like
 
 Inputs = Tensor | tuple[Tensor, ...]
-
-# The number of input shapes with cached stages; the least recently used is evicted first.
-MAX_SHAPES = 64
 
 
 class Pipeline:
@@ -140,13 +138,12 @@ class Pipeline:
         self.module = part_of(named, own, self.group)
         problem = problem_of(self.module, named, own)
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
+        shapes = [[tuple(p.shape) for p in block.parameters()] for block in named.values()]
         mine = {
             "options": options,
             "loss": self._loss.shown,
             "stages": self.stages,
-            "parameters' shapes": [
-                [tuple(p.shape) for p in b.parameters()] for b in named.values()
-            ],
+            "parameters' shapes": shapes,
             "state of their blocks": problem,
         }
         check_agreement(mine, self.group)
@@ -377,15 +374,15 @@ class Pipeline:
         key = words, autocast, self.module.training, tuple(trained)
         made = self._made.get(key)
         mine = zlib.crc32(repr(key[:2]).encode()) + ((made.number if made else 0) << 32)
-        digest = torch.tensor([mine], dtype=torch.int64, device=device_of(self.group))
-        found = gather_ints(digest, self.group)
+        digest = torch.tensor(mine, dtype=torch.int64, device="cpu")
+        found = {*gathered_rows(digest, self.group).tolist()}
         if len({each % (1 << 32) for each in found}) > 1:
             facts = {"inputs of a micro-batch": words, "autocast": autocast}
             with nullcontext() if problem is None else suppress(ValueError):
                 check_agreement(facts, self.group)
         if problem is not None:
             raise problem
-        if made is None or len({*found}) > 1:  # other ranks may have none, or another one
+        if made is None or len(found) > 1:  # other ranks may have none, or another one
             given = self.plan, self._modules, self._wrapped, self.device, self.group
             more: Any = {"number": self._num_made + 1, "loss_fn": self._next_loss}
             made = make_stages(*given, metas, [*kwargs], self.module.after_backward, **more)

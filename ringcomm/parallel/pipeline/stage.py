@@ -302,6 +302,10 @@ def aborted_on_failure(group: dist.ProcessGroup) -> Iterator[None]:
         raise
 
 
+# The number of input shapes with cached stages; the least recently used is evicted first.
+MAX_SHAPES = 64
+
+
 class Made(NamedTuple):
     """What a pipeline keeps for one shape of inputs."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.flat_collectives import device_of, gather_ints
+from ringcomm.parallel.flat_collectives import device_of, gathered_rows
 from ringcomm.parallel.tensor.splits import refuse_copy
 
 
@@ -20,7 +20,7 @@ def are_same(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> bool:
         numbers = tensor.flatten().to(torch.int64)
         order = torch.arange(1, numbers.numel() + 1, device=numbers.device)
         total = 31 * total.to(numbers.device) + 7 * numbers.sum() + (numbers * order).sum()
-    return len(set(gather_ints(total.to(device_of(group)), group))) == 1
+    return len(set(gathered_rows(total.to(device_of(group)), group).flatten().tolist())) == 1
 
 
 def check_replicas(

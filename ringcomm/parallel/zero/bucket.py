@@ -69,10 +69,9 @@ class Bucket:
         values = torch.cat([param.detach().reshape(-1) for param in self.params])
         self.weights = values if dtype is None else values.to(dtype)
         self._edges = [0, *accumulate(self._sizes)]
-        mine = slice(*self._edges[self._rank :][:2])
-        self._mine, self.is_half = mine, self.weights.dtype != torch.float32
-        self.has_master = self.is_half
-        self.shard = values[mine].float().clone() if self.is_half else self.weights[mine]
+        self._mine = mine = slice(*self._edges[self._rank :][:2])
+        self.has_master = self.weights.dtype != torch.float32
+        self.shard = values[mine].float().clone() if self.has_master else self.weights[mine]
         ends = accumulate(param.numel() for param in self.params)
         self._places = {p: (e - p.numel(), e) for p, e in zip(self.params, ends, strict=True)}
         for param in self.params:
@@ -96,10 +95,9 @@ class Bucket:
 
     def has_weight(self, param: nn.Parameter) -> bool:
         """Whether a weight is still in the buffer."""
-        begin, _ = self._places[param]
-        address = self.weights.data_ptr() + begin * self.weights.element_size()
-        is_there = param.data_ptr() == address or param.numel() == 0
-        return is_there and param.dtype == self.weights.dtype
+        own = self._view(self.weights, param)
+        is_there = param.data_ptr() == own.data_ptr() or param.numel() == 0
+        return is_there and param.dtype == own.dtype
 
     # ---- parts of weights
 
@@ -288,9 +286,8 @@ class GradientReducer:
         if not self.reduces or not self.hooks.nodes:
             return
         if not self._has_passed:
-            with torch.no_grad():
-                self._share_facts(is_pass=True)
-                self._end_pass()
+            self._share_facts(is_pass=True)
+            self._end_pass()
         self._has_passed = False
 
     def drop_all(self) -> None:
@@ -313,12 +310,9 @@ class GradientReducer:
 
     def _complete(self) -> None:
         """Ends a pass that has failed, in which other ranks may have come further."""
-        self._in_flight.settle()
         if self._has_begun and not self._waits:
-            with torch.no_grad():
-                self._end_pass()
-        elif self._has_begun:
-            self.forget()
+            self._end_pass()
+        self.forget()
 
     # ---- agreement of all ranks
 
@@ -367,6 +361,7 @@ class GradientReducer:
         bucket, self._next = self._buckets[self._next], self._next + 1
         self._in_flight.run(bucket.reduce, bucket.buffer())
 
+    @torch.no_grad()
     def _end_pass(self) -> None:
         self.has_reduced = True
         while self._next < len(self._buckets):
@@ -395,10 +390,9 @@ class GradientReducer:
         """Called at the end of a backward pass, or of the nested one of a reentrant checkpoint."""
         outer: Any = running_node()
         if outer is None:
-            with torch.no_grad():
-                if self._waits:
-                    self._share_facts(is_pass=True)
-                self._end_pass()
+            if self._waits:
+                self._share_facts(is_pass=True)
+            self._end_pass()
             return
         # A node of the outer pass has run this one. Later nodes run in the outer pass.
         for node, _ in outer.next_functions:

@@ -245,19 +245,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def gradient_tensors(self) -> list[Tensor]:
-        """The gradient tensors of this rank now, buffers and shards, for measurements."""
-        return [grad for _, grad in self._shards()]
-
-    def state_tensors(self) -> list[Tensor]:
-        """The state tensors of this rank, with the float32 masters of 16-bit weights."""
-        params = (p for p in self.all_params() if not self.inner.by_param[p].is_offloaded)
-        states = [*map(self.saved_states.of, params)]
-        values = (
-            local_of(leaf) for leaf in torch_names.tree_leaves(states) if isinstance(leaf, Tensor)
-        )
-        return [value for value in values if value.dim()]
-
     # ---- this rank's parts of weights and states
 
     def all_params(self) -> list[Any]:

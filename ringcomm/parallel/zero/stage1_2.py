@@ -159,11 +159,6 @@ class FlatZero(ZeroOptimizer):
         for param in self._bucket_of:
             self._show_master(param)
 
-    def gradient_tensors(self) -> list[Tensor]:
-        """See ZeroOptimizer."""
-        tensors = (tensor for b in self._buckets for tensor in (b.grads, b.shard_grad))
-        return [tensor for tensor in tensors if tensor is not None]
-
     # ---- the update
 
     def _update(self, factor: float) -> None:
@@ -271,7 +266,7 @@ class FlatZero(ZeroOptimizer):
     def set_state_of(self, param: Any, state: dict[str, Any]) -> None:
         """See ZeroOptimizer."""
         bucket, given = self._bucket_of[param], dict(state)
-        if bucket.has_master or not bucket.is_half:
+        if bucket.has_master or bucket.weights.dtype == torch.float32:
             master = given.pop("master", None)
             if bucket.has_master and master is not None and self.inner.updates(param):
                 self.part_of(param).copy_(master)

@@ -24,6 +24,7 @@ from full_states import (
     load_parts,
     save_parts,
 )
+from gradient_watch import gradients_of, states_of
 from oracle import all_equal
 from ranks import in_ranks, run_ranks
 from rows import adamw, muon
@@ -166,7 +167,7 @@ def test_steps_are_those_of_one_process(
     state = full_state(optimizer)
     train(model, optimizer, range(2, STEPS), place)
     assert_close(full_weights(model), full_weights(plain), 2e-6)
-    assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
+    assert live_bytes(states_of(optimizer)) == pytest.approx(memory.states, rel=0.05)
     # A whole state goes on where ranks have other experts, at another stage, and in one process.
     again, next_stage = Net(num_experts, alone(rank), None), 3 if is_infinity else stage % 3 + 1
     made = make_optimizer(kind, again)
@@ -249,11 +250,11 @@ def test_memory_is_what_was_predicted(rank: int, stage: int) -> None:
         optimizer.zero_grad()
         model(torch.randn(4, 64)).square().mean().backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        found = live_bytes(grads if stage == 3 else optimizer.gradient_tensors())
+        found = live_bytes(grads if stage == 3 else gradients_of(optimizer))
         optimizer.step()
     assert found == pytest.approx(expected.gradients, rel=0.05)
     assert live_bytes(model.parameters()) == pytest.approx(expected.parameters, rel=0.05)
-    assert live_bytes(optimizer.state_tensors()) == pytest.approx(expected.states, rel=0.05)
+    assert live_bytes(states_of(optimizer)) == pytest.approx(expected.states, rel=0.05)
 
 
 def only(*names: str) -> Callable[[nn.Module], None]:

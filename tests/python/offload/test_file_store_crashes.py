@@ -16,9 +16,9 @@ from steps import train_step
 from torch import nn
 
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.offload import transfers
+from ringcomm.parallel.offload import file_store
 from ringcomm.parallel.offload.file_store import FileStore
-from ringcomm.parallel.offload.transfers import empty_row
+from ringcomm.parallel.offload.transfers import Transfer, empty_row
 
 
 def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,30 +60,31 @@ def test_a_killed_process_leaves_no_file(
 
 
 class FullDisk:
-    """An engine whose write of some number fails: counted from 0, over all stores."""
+    """Transfers, of which the write of some number fails: counted from 0, over all stores."""
 
-    def __init__(self, real: Any, fails_at: int) -> None:
-        self._real, self._fails_at, self.num_writes = real, fails_at, 0
+    def __init__(self, fails_at: int) -> None:
+        self._fails_at, self.num_writes = fails_at, 0
 
-    def start(self, is_write: bool, *args: Any, **options: Any) -> Any:
+    def __call__(self, what: str, row: Any, fd: int, *given: Any) -> Transfer:
+        is_write = given[-1] is None
         self.num_writes += is_write
         if is_write and self.num_writes - 1 == self._fails_at:
-            transfer = transfers.FileTransfer(1)
-            transfer.finish_block(errno.ENOSPC, 0)
+            with open("/dev/full", "wb") as full:
+                transfer = Transfer(what, row, full.fileno(), *given)
+                transfer.wait_for_end()
             return transfer
-        return self._real.start(is_write, *args, **options)
+        return Transfer(what, row, fd, *given)
 
 
 @in_ranks(1)
 def test_a_disk_that_is_full_at_any_write_ends_the_run(rank: int, tmp_path: Path) -> None:
     """At the latest where the row is read: no step uses what was not written."""
-    find = transfers.shared_engine
 
     def train(fails_at: int) -> tuple[int, int]:
         """The numbers of writes before and after the second step."""
-        engine = FullDisk(find(1 << 20), fails_at)
+        disk = FullDisk(fails_at)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(transfers, "shared_engine", lambda _: engine)
+            patch.setattr(file_store, "Transfer", disk)
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(130, 130), nn.Tanh(), nn.Linear(130, 130))
             own = offload.Offloaded(torch.optim.AdamW(model.parameters()), to="nvme", path=tmp_path)
@@ -91,7 +92,7 @@ def test_a_disk_that_is_full_at_any_write_ends_the_run(rank: int, tmp_path: Path
             counts = []
             for _ in range(2):
                 train_step(model(torch.ones(2, 130)).square().mean(), optimizer)
-                counts.append(engine.num_writes)
+                counts.append(disk.num_writes)
             full_weights(optimizer)
             optimizer.state_dict()
         optimizer.close()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import slow
 from full_states import full_state, full_weights, load_parts, save_parts
+from gradient_watch import gradients_of, io_bytes_of, states_of
 from ranks import in_ranks, run_ranks
 from rows import offloaded
 from steps import train_step
@@ -71,19 +72,19 @@ def test_bytes_of_a_step(rank: int, tmp_path: Path) -> None:
     place: dict[str, Any] = {"to": "nvme", "path": tmp_path, "chunk_elems": 1 << 20}
     optimizer = infinity(model, make_optimizer(model, "adamw", **place))
     train(model, optimizer, rank, world_size, range(2))
-    before, units = optimizer.io_bytes, optimizer._weights.units
+    before, units = io_bytes_of(optimizer), optimizer._weights.units
     train(model, optimizer, rank, world_size, range(2, 3))
-    read, written = (now - then for now, then in zip(optimizer.io_bytes, before, strict=True))
+    read, written = (now - then for now, then in zip(io_bytes_of(optimizer), before, strict=True))
     # Between steps the small weights are all there is.
     other = Net(width=WIDTH)
     place = {"world_size": world_size, "rank": rank, "offload_weights": True}
     memory = zero.predict_memory(other, make_optimizer(other, "adamw", to="cpu"), 3, **place)
     packed = [unit.packed_row.numel() for unit in units]
     assert memory.parameters == sum(packed)
-    assert memory.states == 0 == sum(t.nbytes for t in optimizer.state_tensors())
+    assert memory.states == 0 == sum(t.nbytes for t in states_of(optimizer))
     assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 0
     loss_of(model, *batch(7, rank, world_size)).backward()
-    assert sum(t.nbytes for t in optimizer.gradient_tensors()) == memory.gradients
+    assert sum(t.nbytes for t in gradients_of(optimizer)) == memory.gradients
 
     def blocks(num_bytes: int) -> int:
         return -(-num_bytes // 4096) * 4096

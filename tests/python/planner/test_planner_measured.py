@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gradient_watch import gradients_of, states_of
 from ranks import run_ranks
 from steps import apply_steps, train_step
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from ringcomm.nn import (
 from ringcomm.optim import Lomo
 from ringcomm.parallel import offload, tensor, zero
 from ringcomm.parallel.model.units import default_units
+from ringcomm.parallel.offload.transfers import aligned_size
 from ringcomm.planner import Cluster, Job, plan
 from ringcomm.planner.hardware import Hardware
 from ringcomm.planner.models import ModelShape
@@ -180,11 +182,11 @@ def train(
         for i in range(num_micro_batches):
             replica(rows(2 * step + rank + 10 * i)).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        gradients = live_bytes(grads if stage in (0, 3) else optimizer.gradient_tensors())
+        gradients = live_bytes(grads if stage in (0, 3) else gradients_of(optimizer))
         apply_steps(optimizer)
         sent = sent_bytes().total() - before
     states = (
-        optimizer.state_tensors()
+        states_of(optimizer)
         if stage
         else [t for state in adamw.state.values() for t in state.values()]
     )
@@ -262,7 +264,7 @@ def train_offloaded(rank: int, to: Any, folder: Path) -> dict[str, int]:
     before = moved = 0
     for step in range(2):
         model(rows(2 * step + rank)).backward()
-        gradients = live_bytes(sharded.gradient_tensors())
+        gradients = live_bytes(gradients_of(sharded))
         apply_steps(sharded)
         if to == "nvme":
             moved = tier.store.read_bytes + tier.store.written_bytes - before
@@ -270,8 +272,8 @@ def train_offloaded(rank: int, to: Any, folder: Path) -> dict[str, int]:
     return {
         "parameters": live_bytes(model.parameters()),
         "gradients": gradients,
-        "states": live_bytes(sharded.state_tensors()),
-        "elsewhere": tier.memory_bytes if to == "cpu" else moved // 2,
+        "states": live_bytes(states_of(sharded)),
+        "elsewhere": moved // 2 or sum(aligned_size(row.nbytes) for row in tier._rows.values()),
         "moved": moved,
     }
 

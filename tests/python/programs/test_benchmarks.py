@@ -29,6 +29,7 @@ from cells import RESULTS
 from html_report import read_records
 from operations import OPERATIONS, Buffers, Place
 from placement import Placement, Speeds
+from race import of_blocks
 from rank_programs import run_command
 from test_benchmark_scripts import FACTS
 
@@ -173,9 +174,9 @@ def test_ratio_is_paired() -> None:
     fast = Timings([[1.0, 1.0], [10.0, 10.0]], [0.5, 5.0])
     slow = Timings([[3.0, 3.0, 9.0], [30.0, 30.0, 2.0]], [3.0, 30.0])
     assert slow.ratio_over(fast) == {"p50": 3.0, "p10": 3.0, "p90": 3.0, "num_pairs": 2}
-    by_block = slow.of_blocks()
+    by_block = of_blocks(slow)
     assert by_block.num_calls() == slow.num_calls()
-    assert by_block.ratio_over(fast.of_blocks())["p50"] == 6.0
+    assert by_block.ratio_over(of_blocks(fast))["p50"] == 6.0
 
 
 # ---- `ringcomm bench` without an operation: Gloo beside ringcomm in a short run

@@ -8,6 +8,7 @@ import pytest
 import torch
 from allocations import peak_bytes, record_allocations
 from full_states import full_state
+from gradient_watch import gradients_of, states_of
 from ranks import in_ranks
 from rows import muon
 from steps import apply_steps
@@ -86,7 +87,7 @@ def test_memory_is_what_was_predicted(rank: int, world_size: int, stage: int, op
 
     def look(_: Tensor) -> None:
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        kept = [] if stage == 3 else sharded.gradient_tensors()
+        kept = [] if stage == 3 else gradients_of(sharded)
         peak[0] = max(peak[0], live_bytes([*grads, *kept]))
 
     for param in model.parameters():
@@ -94,11 +95,11 @@ def test_memory_is_what_was_predicted(rank: int, world_size: int, stage: int, op
     for _ in range(2):
         model(x).float().square().mean().backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        at_end = grads if stage == 3 else sharded.gradient_tensors()
+        at_end = grads if stage == 3 else gradients_of(sharded)
         gradients = live_bytes(at_end)
         apply_steps(sharded)
     parameters = live_bytes(model.parameters())
-    states = live_bytes(sharded.state_tensors())
+    states = live_bytes(states_of(sharded))
     assert parameters == pytest.approx(expected.parameters, rel=0.05)
     assert gradients == pytest.approx(expected.gradients, rel=0.05)
     assert states == pytest.approx(expected.states, rel=0.05)
@@ -120,7 +121,7 @@ def test_bytes_of_whole_weights(rank: int, world_size: int, stage: int, kind: st
     given = make(model)
     memory = zero.predict_memory(model, given, stage, world_size=world_size, rank=rank)
     optimizer = check_traffic(model, given, stage, rank, world_size)
-    assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
+    assert live_bytes(states_of(optimizer)) == pytest.approx(memory.states, rel=0.05)
     assert live_bytes(model.parameters()) == pytest.approx(memory.parameters, rel=0.05)
 
 
@@ -151,7 +152,7 @@ def test_states_are_even_for_weights_of_any_dimensions(rank: int, kinds: Any) ->
     torch.stack([weight.square().sum() for weight in weights]).sum().backward()
     optimizer.step()
     num_elems = sum(weight.numel() for weight in weights)
-    assert sum(state.numel() for state in optimizer.state_tensors()) == num_elems // 2
+    assert sum(state.numel() for state in states_of(optimizer)) == num_elems // 2
 
 
 @in_ranks(2)
