@@ -20,7 +20,7 @@ from moe_models import (
     batch,
     descend,
     expert_net,
-    groups_with_replicas,
+    groups_of,
     loss_of,
     make_expert,
     train_alone,
@@ -55,8 +55,7 @@ CASES = [
 def train_ranks(
     rank: int, case: Case, sizes: list[int], num_replicas: int, system: str, device: str = "cpu"
 ) -> tuple[list[float], dict[str, Tensor]]:
-    options = {} if num_replicas == 1 else groups_with_replicas(num_replicas)
-    net: Any = expert_net(case, **options).to(place(device, rank))
+    net: Any = expert_net(case, **groups_of(len(sizes) // num_replicas)).to(place(device, rank))
     model = net
     if system == "ddp":
         expert.ignore_in_ddp(net)
