@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from curves import whole
 from lomo_models import REUSED, Net, batches, changed, make, weights
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from rows import Row, Training, cases_of, check, is_nan, overflows, sgd, squared, train
 from steps import apply_steps
 from torch import Tensor, nn
@@ -213,62 +212,15 @@ def test_each_backward_pass_of_a_step_is_checked(rank: int, overlap: bool) -> No
     assert changed(towers, before) == before.keys()
 
 
-class Seeded(nn.Module):
-    """Weights and buffers from the seed of a rank, some frozen, and statistics of batches."""
-
-    features: Tensor
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.register_buffer("features", torch.randn(8, 8), persistent=False)
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(8)
-        nn.init.normal_(self.norm.running_mean)  # type: ignore[arg-type]
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(torch.tanh(self.up(self.frozen(x @ self.features))))).sum()
-
-
-def train_seeded(rank: int, how: str) -> dict[str, Tensor]:
-    """Weights and buffers after a step in which all ranks have the same rows."""
-    model: Any = Seeded(rank)
-    group = dist.group.WORLD
-    if how == "tensor":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        group, over = mesh.get_group(0), mesh.get_group(1)
-        model.up = ColumnParallelLinear.from_linear(model.up, gather_output=True, group=over)
-    elif how == "fully_shard":  # which shards each rank's own weights
-        buffers = [buffer.clone() for buffer in model.buffers()]
-        model = Seeded(0)
-        for buffer, value in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(value)
-        fully_shard(model)
-    opt = Lomo(model, 0.001, group=group if how in ("replicas", "tensor") else None)
-    model(torch.arange(32.0).view(4, 8) / 8).backward()
-    opt.step()
-    found: Any = weights(model)
-    values = {name: whole(value) for name, value in found.items()}
-    return {**values, **{name: buffer.clone() for name, buffer in model.named_buffers()}}
-
-
-@pytest.mark.parametrize("how", ["replicas", "fully_shard", "tensor"])
-def test_weights_and_buffers_start_from_those_of_rank_0(how: str) -> None:
-    results = run_ranks(4 if how == "tensor" else 2, train_seeded, how)
-    model = Seeded(0)
-    opt = Lomo(model, 0.001)
-    model(torch.arange(32.0).view(4, 8) / 8).backward()
-    opt.step()
-    for name, expected in {**weights(model), **dict(model.named_buffers())}.items():
-        got = [result[name] for result in results]
-        if how == "tensor":  # the parts of a layer are not each other's replicas
-            assert torch.equal(got[2], got[0])
-            assert torch.equal(got[3], got[1])
-            assert name != "up.weight" or not torch.equal(got[0], got[1])
-        else:
-            torch.testing.assert_close(got[0], expected, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(got[1], expected, rtol=1e-5, atol=1e-6)
+@in_ranks(4)
+def test_parts_of_layers_start_from_those_of_the_first_data_rank(rank: int) -> None:
+    """Parts are not each other's replicas. Whole weights and buffers: test_starts.py."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(rank)
+    layer = ColumnParallelLinear.from_linear(nn.Linear(8, 8), group=mesh.get_group(1))
+    layer.weight.data.fill_(float(rank))
+    _kept = Lomo(layer, LR, group=mesh.get_group(0))
+    assert torch.equal(layer.weight, torch.full_like(layer.weight, rank % 2))
 
 
 @in_ranks(2)
