@@ -140,27 +140,6 @@ def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return total
 
 
-def descend(net: nn.Module) -> None:
-    """SGD; torch.optim would import the compiler in every rank, two seconds."""
-    with torch.no_grad():
-        for param in net.parameters():
-            assert param.grad is not None
-            param.sub_(LR * param.grad)
-            param.grad = None
-
-
-def train_alone(case: Case, sizes: list[int]) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """One process that takes the ranks' tokens one after the other: losses, weights."""
-    net = dense_net(case)
-    losses = []
-    for step in range(STEPS):
-        of_step = [loss_of(net, *batch(step, rank, size)) for rank, size in enumerate(sizes)]
-        (torch.stack(of_step).sum() / len(sizes)).backward()
-        descend(net)
-        losses.append([float(loss.detach()) for loss in of_step])
-    return losses, {name: value.detach() for name, value in net.state_dict().items()}
-
-
 def groups_of(num_shards: int) -> dict[str, Any]:
     """Of a MixtureOfExperts over that many ranks; others have replicas. Collective."""
     num_replicas = dist.get_world_size() // num_shards

@@ -15,7 +15,6 @@ import torch
 from moe_models import Case, loss_of, on_ranks, row_of
 from ranks import in_ranks
 from rows import (
-    AVERAGED,
     EACH,
     STAGES,
     ZERO,
@@ -314,7 +313,7 @@ ROWS: dict[str, Row] = {
     # https://github.com/pytorch/pytorch/issues/160285: gradients of experts are twice as large.
     # https://github.com/huggingface/transformers/pull/48205: a rank's part of a router's gradient.
     # https://github.com/NVIDIA/Megatron-LM/pull/5916: experts that the norm leaves out.
-    "averaged by hand": averages(systems=AVERAGED),
+    "averaged by hand": averages(systems=("average",)),
     "averaged by hand, accumulated": row_of(
         CASE, 2, optimizer=sgd, systems=("average",), num_parts=2
     ),

@@ -281,7 +281,7 @@ class Training:
             return
         values, state = self.save()
         options = {} if callable(self.row.options) else self.row.options
-        row = dataclasses.replace(self.row, steps_before=0, options=options, **changes)
+        row = dataclasses.replace(self.row, **{"steps_before": 0, "options": options, **changes})
         new = Training(row, system or self.system, self.rank).begin()
         new.norms = self.norms
         if prepare is not None:
