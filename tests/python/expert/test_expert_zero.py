@@ -185,7 +185,7 @@ def test_in_files(rank: int, num_shards: int) -> None:
         made.reload(in_parts=True)
         made.train(range(2, 4))
         if not made.is_alone:
-            model, options = wide(num_shards), {"world_size": 4, "rank": rank}
+            model, options = wide(num_shards), dict[str, Any](world_size=4, rank=rank)
             given = offloaded(sgd(model), **PLACES["file"])
             expected = zero.predict_memory(model, given, 3, offload_weights=True, **options)
             units = made.optimizer._weights.units

@@ -400,10 +400,7 @@ class Row:
     program: Callable[[Training], Any] = train
     model: Callable[[], Any] = Net
     optimizer: Callable[[Any], Any] = sgd
-    on_ranks: Callable[[Training], Any] | None = None
-    dims: Mapping[str, int] | None = None
     loss: Callable[..., Tensor] = loss_of
-    batch: Callable[[int, int, int], tuple[Tensor, Tensor]] = batch
     systems: tuple[str, ...] = ZERO
     slow: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -414,6 +411,9 @@ class Row:
     num_ranks: int = 2
     backend: str = "ringcomm"
     atol: float = 1e-5
+    batch: Callable[[int, int, int], tuple[Tensor, Tensor]] = batch
+    on_ranks: Callable[[Training], Any] | None = None
+    dims: Mapping[str, Any] | None = None
 
 
 def cases_of(rows: Mapping[str, Row]) -> list[Any]:

@@ -203,6 +203,15 @@ ROWS = BY_HAND | {
     )
 }
 TWO_PASSES: dict[str, Any] = {"clip_grad_norm": 0.5, "clip_mode": "two_pass"}
+OF_LOMO: tuple[tuple[str, bool, dict[str, Any]], ...] = (
+    ("Lomo", False, {}),
+    ("Lomo", True, {}),
+    ("Lomo", False, {"overlap": True, "accumulation_steps": 3}),
+    ("Lomo", False, {"clip_grad_norm": 0.5, "accumulation_steps": 2}),
+    ("Lomo", False, TWO_PASSES),
+    ("Lomo", False, {"loss_scale": "dynamic"}),
+    ("AdaLomo", False, {}),
+)
 ROWS |= {
     f"{system} {'reentrant ' if reentrant else ''}{options}": Row(
         partial(
@@ -218,15 +227,7 @@ ROWS |= {
         num_ranks=3,
         atol=2e-5,
     )
-    for system, reentrant, options in (
-        ("Lomo", False, {}),
-        ("Lomo", True, {}),
-        ("Lomo", False, {"overlap": True, "accumulation_steps": 3}),
-        ("Lomo", False, {"clip_grad_norm": 0.5, "accumulation_steps": 2}),
-        ("Lomo", False, TWO_PASSES),
-        ("Lomo", False, {"loss_scale": "dynamic"}),
-        ("AdaLomo", False, {}),
-    )
+    for system, reentrant, options in OF_LOMO
 }
 
 
