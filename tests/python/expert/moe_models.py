@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rows import Row, Training, train
 from torch import Tensor, nn
 
 from ringcomm.nn import MixtureOfExperts
@@ -138,29 +140,45 @@ def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return total
 
 
-def descend(net: nn.Module) -> None:
-    """SGD; torch.optim would import the compiler in every rank, two seconds."""
-    with torch.no_grad():
-        for param in net.parameters():
-            assert param.grad is not None
-            param.sub_(LR * param.grad)
-            param.grad = None
-
-
-def train_alone(case: Case, sizes: list[int]) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """One process that takes the ranks' tokens one after the other: losses, weights."""
-    net = dense_net(case)
-    losses = []
-    for step in range(STEPS):
-        of_step = [loss_of(net, *batch(step, rank, size)) for rank, size in enumerate(sizes)]
-        (torch.stack(of_step).sum() / len(sizes)).backward()
-        descend(net)
-        losses.append([float(loss.detach()) for loss in of_step])
-    return losses, {name: value.detach() for name, value in net.state_dict().items()}
-
-
-def groups_with_replicas(num_replicas: int) -> dict[str, Any]:
-    """Of a MixtureOfExperts whose experts several ranks have. Collective."""
-    shape = (num_replicas, dist.get_world_size() // num_replicas)
-    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replica", "expert"))
+def groups_of(num_shards: int) -> dict[str, Any]:
+    """Of a MixtureOfExperts over that many ranks; others have replicas. Collective."""
+    num_replicas = dist.get_world_size() // num_shards
+    if num_replicas == 1:
+        return {}
+    names = ("replica", "expert")
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (num_replicas, num_shards), mesh_dim_names=names
+    )
     return {"group": mesh["expert"].get_group(), "replica_group": mesh["replica"].get_group()}
+
+
+def on_ranks(case: Case, num_shards: int, prepare: Any, made: Training) -> Any:
+    """The net of a row on a mesh of ranks, or by the mesh of parallelize()."""
+    groups = groups_of(num_shards)
+    if made.dims is not None:
+        groups = {"group": made.dims.group("ep"), "replica_group": made.dims.group("edp")}
+    return prepare(expert_net(case, **groups))
+
+
+def row_of(
+    case: Case,
+    num_shards: int,
+    program: Callable[[Training], Any] = train,
+    *,
+    sizes: Sequence[int] = (2, 3, 1, 2),
+    prepare: Callable[[Any], Any] = lambda net: net,
+    **more: Any,
+) -> Row:
+    """Experts over ranks with so many tokens, and in one process the dense mixture."""
+    return Row(
+        program,
+        lambda: prepare(dense_net(case)),
+        num_ranks=len(sizes),
+        **{
+            "on_ranks": partial(on_ranks, case, num_shards, prepare),
+            "loss": loss_of,
+            "batch": lambda step, rank, _: batch(step, rank, sizes[rank]),
+            "atol": 5e-6,
+            **more,
+        },
+    )

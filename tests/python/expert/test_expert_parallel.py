@@ -11,28 +11,27 @@ from moe_models import (
     LR,
     Case,
     batch,
-    dense_net,
     expert_net,
-    groups_with_replicas,
+    groups_of,
     loss_of,
     make_expert,
 )
 from ranks import in_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import sent_bytes
 
 import ringcomm
 from ringcomm.nn import MixtureOfExperts
-from ringcomm.parallel import clip_grad_norm_, expert, zero
+from ringcomm.parallel import expert, zero
 from ringcomm.parallel.expert.dispatch import dispatch, plan_dispatch
 
 
 @in_ranks(4)
 def test_means(rank: int) -> None:
     """What is averaged, and its bytes; gradients that some rank has not."""
-    net = expert_net(Case(4, 2), **groups_with_replicas(2))
+    net = expert_net(Case(4, 2), **groups_of(2))
     net.last.bias.requires_grad_(False)
     unused = nn.Parameter(torch.zeros(3))
     net.register_parameter("unused", unused)
@@ -88,7 +87,7 @@ def test_the_second_derivative_of_an_exchange(rank: int) -> None:
 @in_ranks(4)
 def test_accumulation(rank: int) -> None:
     """Two micro-batches, averaged once; what would divide experts twice is refused."""
-    net = expert_net(Case(3, 2), **groups_with_replicas(2))
+    net = expert_net(Case(3, 2), **groups_of(2))
     for micro_batch in range(2):
         loss_of(net, *batch(micro_batch, rank, 4)).backward()
     expert.average_gradients(net)
@@ -104,57 +103,6 @@ def test_accumulation(rank: int) -> None:
         expert.average_gradients(net)
         again = [param.grad for param in net.parameters() if param.grad is not None]
         torch.testing.assert_close(again, grads)
-    alone = dense_net(Case(3, 2))
-    for micro_batch in range(2):
-        for other in range(4):
-            (loss_of(alone, *batch(micro_batch, other, 4)) / 4).backward()
-    torch.testing.assert_close(grads[0], alone.first.weight.grad, rtol=1e-4, atol=1e-6)
-
-
-def layer(group: dist.ProcessGroup | None = None) -> MixtureOfExperts:
-    torch.manual_seed(0)
-    return MixtureOfExperts(DIM, lambda: nn.Linear(DIM, DIM), 4, 2, group=group)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("kind", ["all", "no tokens", "two experts", "router", "experts", "again"])
-def test_gradients_of_experts(rank: int, kind: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/160285: gradients of experts are twice as large.
-
-    https://github.com/huggingface/transformers/pull/48205: a rank's part of a router's gradient.
-    https://github.com/NVIDIA-NeMo/Automodel/pull/3680: a rank without tokens, or experts without.
-    https://github.com/NVIDIA-NeMo/Automodel/pull/2635: a layer that is recomputed.
-    https://github.com/NVIDIA/Megatron-LM/pull/5916: experts that the norm leaves out.
-    """
-    own_group = [dist.new_group([r]) for r in range(2)][rank]
-    model, alone = layer(), layer(own_group)
-    num_tokens = [6, 0] if kind == "no tokens" else [6, 4]
-    for made in (model, alone):
-        if kind in ("router", "experts"):
-            getattr(made, kind).requires_grad_(False)
-        if kind == "two experts":
-            nn.init.zeros_(made.router.weight)
-
-    def loss_of(made: MixtureOfExperts, source: int) -> Tensor:
-        x = torch.randn(num_tokens[source], DIM, generator=torch.Generator().manual_seed(source))
-        y = made(x)
-        if kind == "again":
-            y = torch.utils.checkpoint.checkpoint(made, x, use_reentrant=False)
-        assert made.routing is not None
-        loss: Tensor = y.square().sum() / 10
-        return loss + 0.3 * made.routing.load_balancing_loss
-
-    for source in range(2):
-        (loss_of(alone, source) / 2).backward()
-    loss_of(model, rank).backward()
-    expert.average_gradients(model)
-    with pytest.raises(RuntimeError, match="already averaged these gradients: call it once"):
-        expert.average_gradients(model)
-    norm = float(nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
-    assert float(clip_grad_norm_(model, 0.1)) == pytest.approx(norm, rel=1e-4)
-    for made in (model, alone):
-        torch.optim.SGD(made.parameters(), 0.3).step()
-    torch.testing.assert_close(full_weights(model), dict(alone.state_dict()))
 
 
 @in_ranks(2)

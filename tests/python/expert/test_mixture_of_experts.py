@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,79 +15,59 @@ from hypothesis import strategies as st
 from moe_models import (
     DIM,
     HIDDEN,
-    STEPS,
     Case,
     DenseMixture,
     batch,
-    descend,
     expert_net,
-    groups_with_replicas,
-    loss_of,
     make_expert,
-    train_alone,
+    row_of,
 )
 from oracle import all_equal
-from ranks import in_ranks, place, run_ranks
+from ranks import in_ranks, run_ranks
+from rows import Row, Training, cases_of, check, sgd
+from steps import apply_steps
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from zero_models import sent_bytes
 
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.ops import shard_range
-from ringcomm.parallel import expert
 from ringcomm.parallel.expert.layer import TopKRouter
 
+
+def averages(case: Case, sizes: tuple[int, ...], num_replicas: int, *systems: str) -> Row:
+    return row_of(
+        case,
+        len(sizes) // num_replicas,
+        sizes=sizes,
+        optimizer=partial(sgd, lr=0.2),
+        systems=systems or ("average",),
+        atol=2e-6,
+    )
+
+
 # A layer, the tokens of each rank, replicas of each expert, and what averages the rest.
-CASES = [
-    (Case(4, 2), [5, 7], 1, "none"),
-    (Case(5, 2, normalize_weights=True), [1, 6, 2, 5], 1, "none"),
-    (Case(2, 1), [4, 0, 3], 1, "none"),  # fewer experts than ranks
-    (Case(5, 3, capacity_factor=0.7), [4, 0, 3], 1, "none"),
-    (Case(1, 1), [6], 1, "none"),
-    (Case(5, 2), [4, 1, 5, 2], 2, "none"),
-    (Case(5, 2), [4, 1], 1, "ddp"),
-    (Case(5, 2), [4, 1, 5, 2], 2, "ddp"),
-    (Case(5, 2), [4, 1, 5, 2], 1, "fully_shard"),
-]
+ROWS = {
+    str(given): averages(*given)
+    for given in (
+        (Case(4, 2), (5, 7), 1),
+        (Case(5, 2, normalize_weights=True), (1, 6, 2, 5), 1),
+        (Case(2, 1), (4, 0, 3), 1),  # fewer experts than ranks
+        (Case(5, 3, capacity_factor=0.7), (4, 0, 3), 1),
+        (Case(1, 1), (6,), 1),
+        (Case(5, 2), (4, 1, 5, 2), 2, "average", "DDP"),
+        (Case(5, 2), (4, 1), 1, "DDP"),
+        (Case(5, 2), (4, 1, 5, 2), 1, "fully_shard"),
+    )
+}
 
 
-def train_ranks(
-    rank: int, case: Case, sizes: list[int], num_replicas: int, system: str, device: str = "cpu"
-) -> tuple[list[float], dict[str, Tensor]]:
-    options = {} if num_replicas == 1 else groups_with_replicas(num_replicas)
-    net: Any = expert_net(case, **options).to(place(device, rank))
-    model = net
-    if system == "ddp":
-        expert.ignore_in_ddp(net)
-        model = DistributedDataParallel(net)
-    if system == "fully_shard":
-        fully_shard(net, ignored_params=set(expert.expert_parameters(net).values()))
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(model, *batch(step, rank, sizes[rank]))
-        loss.backward()
-        expert.average_gradients(model)
-        descend(net)
-        losses.append(float(loss.detach()))
-    whole = full_weights(net)
-    if system != "fully_shard":
-        assert all(torch.equal(whole[name], v.cpu()) for name, v in net.state_dict().items())
-    return losses, whole
-
-
-@pytest.mark.parametrize(("case", "sizes", "num_replicas", "system"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "system", "world_size", "backend"), cases_of(ROWS))
+@in_ranks()
 def test_the_training_of_one_process(
-    case: Case, sizes: list[int], num_replicas: int, system: str, device: str
+    rank: int, device: str, name: str, system: str, world_size: int, backend: str
 ) -> None:
-    losses, weights = train_alone(case, sizes)
-    results = run_ranks(len(sizes), train_ranks, case, sizes, num_replicas, system, device)
-    for rank, (found, whole) in enumerate(results):
-        expected = [of_step[rank] for of_step in losses]
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
-        torch.testing.assert_close(whole, weights, rtol=0, atol=2e-6)
-        torch.testing.assert_close(whole, results[0][1], rtol=0, atol=0)
+    check(rank, ROWS[name], system, device)
 
 
 def train_in_order(case: Case, sizes: list[int]) -> dict[str, Tensor]:
@@ -95,7 +76,8 @@ def train_in_order(case: Case, sizes: list[int]) -> dict[str, Tensor]:
     To the bit with top_k=2: a sum of two numbers has no order.
     """
     net = expert_net(case)
-    for step in range(STEPS):
+    optimizer = sgd(net, lr=0.2)
+    for step in range(3):
         batches = [batch(step, rank, size) for rank, size in enumerate(sizes)]
         inputs = [net.first(x).tanh() for x, _ in batches]
         tokens = [x.flatten(0, -2) for x in inputs]
@@ -119,7 +101,7 @@ def train_in_order(case: Case, sizes: list[int]) -> dict[str, Tensor]:
         for param in net.parameters():
             assert param.grad is not None
             param.grad /= len(sizes)
-        descend(net)
+        apply_steps(optimizer)
     return net.state_dict()
 
 
@@ -127,10 +109,16 @@ def train_in_order_of_one(rank: int, case: Case, sizes: list[int]) -> dict[str, 
     return train_in_order(case, sizes)
 
 
+def train_on_ranks(rank: int, case: Case, sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    made = Training(averages(case, sizes, 1), "average", rank).begin()
+    made.train(range(3))
+    return made.weights()
+
+
 def test_two_ranks_have_the_bits_of_one() -> None:
     case = Case(5, 2, normalize_weights=True)
     (expected,) = run_ranks(1, train_in_order_of_one, case, [5, 7])
-    for _, whole in run_ranks(2, train_ranks, case, [5, 7], 1, "none"):
+    for whole in run_ranks(2, train_on_ranks, case, (5, 7)):
         assert all(torch.equal(whole[name], value) for name, value in expected.items())
 
 

@@ -277,42 +277,6 @@ def test_what_does_not_split_a_wrapped_model(rank: int) -> None:
         parallelize(prompt, ParallelDims(dp=2), sgd)
 
 
-class Features(nn.Module):
-    """Random features in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phases: Tensor
-        self.register_buffer("phases", torch.randn(8))
-
-    def forward(self, x: Tensor) -> Any:
-        return torch.cos(x + self.phases)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ({"dp": 4}, {}),
-        ({"dp": 2, "pp": 2}, {}),
-        ({"dp": 1, "fsdp": 2, "pp": 2}, {}),
-        ({"dp": 4}, {"zero_stage": 2}),
-        ({"dp": 2, "fsdp": 2}, {}),
-    ],
-    ids=str,
-)
-@in_ranks(4)
-def test_weights_and_buffers_start_from_rank_0(rank: int, sizes: Any, options: Any) -> None:
-    def made(seed: int) -> nn.Sequential:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(8, 8), Features(), nn.Linear(8, 8), Features())
-
-    model, loss_fn = made(0), nn.functional.mse_loss
-    sgd = lambda params: torch.optim.SGD(params, 1.0)  # noqa: E731
-    train = parallelize(made(rank), ParallelDims(**sizes), sgd, loss_fn=loss_fn, **options)
-    torch.testing.assert_close(train(torch.ones(4, 8)), model(torch.ones(4, 8)))
-    torch.testing.assert_close(full_weights(train), dict(model.state_dict()), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}, {"tp": 2}, {"fsdp": 2, "dp": 1}], ids=str)
 @in_ranks(2)
 def test_logits_without_labels(rank: int, sizes: dict[str, Any]) -> None:

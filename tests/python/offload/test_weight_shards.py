@@ -9,6 +9,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from full_states import full_weights, load_full_weights
 from ranks import in_ranks
+from rows import Row, Training, cases_of, check, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +26,6 @@ from ringcomm import parallel
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel.model.cut import find_shards
 
-STEPS = 3
 DIM = 130  # a matrix of a block is more than what travels packed
 VOCAB = 11
 LR = 0.1
@@ -88,13 +89,7 @@ def make(mode: str = "plain") -> Net:
 
 
 def loss_of(net: nn.Module, step: int, share: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + share)
-    ids = torch.randint(VOCAB, (2, 5), generator=generator).to(next(net.buffers()).device)
-    return nn.functional.cross_entropy(net(ids).flatten(0, 1).float(), ids.roll(1).flatten())
-
-
-def trainable(net: nn.Module) -> list[nn.Parameter]:
-    return [param for param in net.parameters() if param.requires_grad]
+    return entropy(net, *batch_of(step, share))
 
 
 def sharded(net: nn.Module, **options: Any) -> Any:
@@ -102,43 +97,62 @@ def sharded(net: nn.Module, **options: Any) -> Any:
     return zero.shard(net, own, 3, offload_weights=True, **options)
 
 
-def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name].cpu(), value.cpu(), rtol=0, atol=atol, msg=name)
-
-
 def live_bytes(net: nn.Module) -> int:
     storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in net.parameters()}
     return sum(storages.values())
 
 
-def reference(mode: str, num_shares: int) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """One process that takes the shares one after the other: losses by step and share."""
+def batch_of(step: int, rank: int, *_: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+    return ids, ids.roll(1)
+
+
+def entropy(net: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(net(ids).flatten(0, 1).float(), target.flatten())
+
+
+def filled(mode: str, made: Training) -> Net:
+    """Values are those of rank 0."""
     net = make(mode)
-    losses: list[list[float]] = []
-    masters: dict[nn.Parameter, Tensor] = {}
-    for step in range(STEPS):
-        sums: dict[nn.Parameter, Tensor] = {}
-        losses.append([])
-        for share in range(num_shares):
-            loss = loss_of(net, step, share)
-            loss.backward()
-            losses[-1].append(loss.item())
-            for param in trainable(net):
-                if param.grad is not None:
-                    grad = param.grad.float()
-                    sums[param] = sums[param] + grad if param in sums else grad
-                    param.grad = None
-        for param, total in sums.items():
-            masters.setdefault(param, param.detach().float()).sub_(total / num_shares, alpha=LR)
-            param.detach().copy_(masters[param])
-    return losses, net.state_dict()
+    for param in net.parameters() if made.rank > 0 else ():
+        param.data.fill_(float(made.rank))
+    return net
 
 
-@pytest.mark.parametrize(
-    ("world_size", "mode"),
-    [
+def until_closed(made: Training) -> None:
+    """Weights are freed between passes; close() leaves a model of torch."""
+    net, loss = made.model, partial(entropy, made.model, *batch_of(9, made.rank))
+    for step in range(3):
+        made.backward(step)
+        assert made.is_alone or live_bytes(net) == 0
+        made.step()
+    if made.is_alone:
+        return
+    with torch.no_grad():  # evaluation
+        outside = loss().item()
+        assert live_bytes(net) == 0
+    made.optimizer.close()
+    made.optimizer.close()
+    assert loss().item() == outside
+    loss().backward()  # by torch alone
+    assert type(net.head.weight.grad) is Tensor
+    copy.deepcopy(net)
+    assert all(find_shards(param) is None for param in net.parameters())
+
+
+ROWS = {
+    mode: Row(
+        until_closed,
+        partial(make, mode),
+        sgd,
+        on_ranks=partial(filled, mode),
+        loss=entropy,
+        batch=batch_of,
+        systems=("infinity",),
+        num_ranks=num_ranks,
+        atol=2e-3 if mode == "mixed" else 1e-6,  # a bit of bfloat16
+    )
+    for num_ranks, mode in (
         (2, "shared layer"),
         (2, "shared weight"),
         (2, "unused"),
@@ -146,38 +160,15 @@ def reference(mode: str, num_shares: int) -> tuple[list[list[float]], dict[str, 
         (2, "mixed"),
         (3, "tied"),
         (4, "reentrant"),
-        (1, "tied"),
-    ],
-)
+        (1, "plain"),
+    )
+}
+
+
+@pytest.mark.parametrize(("name", "system", "world_size", "backend"), cases_of(ROWS))
 @in_ranks()
-def test_training(rank: int, world_size: int, mode: str) -> None:
-    torch.set_num_threads(1)
-    losses, expected = reference(mode, world_size)
-    net = make(mode)
-    if rank > 0:  # values are those of rank 0
-        for param in net.parameters():
-            param.data.fill_(float(rank))
-    optimizer = sharded(net)
-    for step in range(STEPS):
-        loss = loss_of(net, step, rank)
-        loss.backward()
-        assert live_bytes(net) == 0
-        assert loss.item() == pytest.approx(losses[step][rank], rel=0, abs=1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
-    atol = 1e-3 if mode == "mixed" else 1e-6  # a bit of bfloat16
-    assert_near(full_weights(net), expected, atol)
-    with torch.no_grad():  # evaluation
-        outside = loss_of(net, 9, rank).item()
-        assert live_bytes(net) == 0
-    optimizer.close()
-    optimizer.close()
-    assert loss_of(net, 9, rank).item() == outside
-    assert_near(net.state_dict(), expected, atol)
-    loss_of(net, 9, rank).backward()  # by torch alone
-    assert type(net.head.weight.grad) is Tensor
-    copy.deepcopy(net)
-    assert all(find_shards(param) is None for param in net.parameters())
+def test_rows(rank: int, name: str, system: str, world_size: int, backend: str) -> None:
+    check(rank, ROWS[name], system)
 
 
 # ---- memory

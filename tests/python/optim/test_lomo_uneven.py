@@ -19,130 +19,18 @@ from lomo_models import (
     train,
     weights,
 )
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
+from rows import Row, Training, check, sgd
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
-from zero_models import assert_alike
+from zero_models import Towers, assert_alike
 
 from ringcomm import MismatchError
-from ringcomm.optim import AdaLomo, Lomo
+from ringcomm.optim import Lomo
 from ringcomm.parallel import offload, zero
 
 LR = 0.1
-STEPS = 4
-Uses = tuple[str, ...]
-PARTS = ("a", "b", "c")
-
-
-class Branches(nn.Module):
-    """A byte model whose middle layers are used by name, in any order, and one that never is."""
-
-    def __init__(self, *, reentrant: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head = nn.Linear(8, VOCAB)
-        self.never = nn.Linear(8, 8)
-        self.embed = nn.Embedding(VOCAB, 8)
-        self.parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in PARTS})
-        self.reentrant = reentrant
-
-    def forward(self, ids: Tensor, uses: Uses | None) -> Tensor:
-        """None is a batch whose loss depends on no weight of the model."""
-        if uses is None:
-            return torch.zeros([], requires_grad=True) * 2
-        x = self.embed(ids)
-        for name in uses:
-            if self.reentrant:
-                x = x + checkpoint(self.parts[name], x, use_reentrant=True)
-            else:
-                x = x + torch.tanh(self.parts[name](x))
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-def plan(world_size: int, seed: int, num_passes: int) -> list[list[Uses | None]]:
-    """What each rank uses in each backward pass: a batch without loss first, then by chance."""
-    generator = torch.Generator().manual_seed(seed)
-    found: list[list[Uses | None]] = []
-    for i in range(num_passes):
-        row: list[Uses | None] = []
-        for rank in range(world_size):
-            order = torch.randperm(3, generator=generator).tolist()
-            count = int(torch.randint(0, 4, [], generator=generator))
-            is_empty = i == 1 and rank == 1
-            row.append(None if is_empty else tuple(PARTS[k] for k in order[:count]))
-        found.append(row)
-    return found
-
-
-def run_uneven(rank: int, kind: str, reentrant: bool, options: dict[str, Any], seed: int) -> Any:
-    model = Branches(reentrant=reentrant)
-    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, LR, group=dist.group.WORLD, **options)
-    num_parts = options.get("accumulation_steps", 1)
-    uses = plan(dist.get_world_size(), seed, STEPS * num_parts)
-    data = batches(len(uses), rows=dist.get_world_size())
-    for i, (ids, row) in enumerate(zip(data, uses, strict=True)):
-        opt.backward(model(ids[rank : rank + 1], row[rank]))
-        if (i + 1) % num_parts == 0:
-            opt.step()
-            opt.zero_grad()
-    return weights(model)
-
-
-def expected_weights(
-    world_size: int, kind: str, options: dict[str, Any], seed: int, reentrant: bool
-) -> dict[str, Tensor]:
-    """One process: the mean over ranks, with zeros for ranks without; None if all are without."""
-    model = Branches(reentrant=reentrant)
-    params = dict(model.named_parameters())
-    num_parts = options.get("accumulation_steps", 1)
-    decay = options.get("weight_decay", 0.0)
-    own = AdaLomo(model.parameters(), LR, decay) if kind == "adalomo" else None
-    uses = plan(world_size, seed, STEPS * num_parts)
-    data = batches(len(uses), rows=world_size)
-    twin = Branches(reentrant=reentrant)
-    for begin in range(0, len(uses), num_parts):
-        twin.load_state_dict(model.state_dict())
-        for i in range(begin, begin + num_parts):
-            for rank in range(world_size):
-                (twin(data[i][rank : rank + 1], uses[i][rank]) / world_size).backward()
-        if "clip_grad_norm" in options:
-            nn.utils.clip_grad_norm_(twin.parameters(), options["clip_grad_norm"])
-        for name, param in twin.named_parameters():
-            if own is not None:
-                params[name].grad = param.grad
-            elif param.grad is not None:
-                params[name].data.mul_(1 - LR * decay).sub_(param.grad, alpha=LR)
-            param.grad = None
-        if own is not None:
-            own.step()
-    return weights(model)
-
-
-CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "plain": ("lomo", False, {"weight_decay": 0.1}),
-    "reentrant": ("lomo", True, {}),
-    "overlap": ("lomo", False, {"overlap": True, "accumulation_steps": 3, "weight_decay": 0.1}),
-    "deferred": ("lomo", False, {"clip_grad_norm": 0.5, "accumulation_steps": 2}),
-    "two_pass": ("lomo", False, {"clip_grad_norm": 0.5, "clip_mode": "two_pass"}),
-    "scaled": ("lomo", False, {"loss_scale": "dynamic", "weight_decay": 0.1}),
-    "adalomo": ("adalomo", False, {"weight_decay": 0.1}),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*got parameters without their model")
-@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
-@pytest.mark.parametrize("case", CASES)
-def test_a_weight_without_gradient_on_some_ranks(case: str) -> None:
-    """Counts as zeros there, and is left alone if no rank has a gradient."""
-    kind, reentrant, options = CASES[case]
-    for seed in range(2):
-        results = run_ranks(3, run_uneven, kind, reentrant, options, seed)
-        expected = expected_weights(3, kind, options, seed, reentrant)
-        for name, value in results[0].items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
-            assert all(torch.equal(value, other[name]) for other in results[1:]), name
 
 
 class _NoGradient(torch.autograd.Function):
@@ -308,15 +196,15 @@ def test_ddp_made_after_the_optimizer(rank: int) -> None:
 @in_ranks(2)
 def test_ddp_over_other_weights(rank: int) -> None:
     """A model that DDP trains in part, and Lomo the rest of."""
-    model: Any = Branches()
-    own = {n: p for n, p in model.named_parameters() if n.startswith("parts")}
+    model: Any = Towers()
+    own = {n: p for n, p in model.named_parameters() if n.startswith("towers")}
     opt = Lomo(own.values(), LR, model=model, group=dist.group.WORLD)
     set_ignored: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     set_ignored(model, list(own))
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    ddp(batches(1, rows=2)[0][rank : rank + 1], PARTS).backward()
+    ddp(torch.full((2, 6), float(rank)), [0, 1]).sum().backward()
     opt.step()
-    flat = torch.cat([p.grad.flatten() for n, p in model.named_parameters() if "embed" in n])
+    flat = torch.cat([p.grad.flatten() for n, p in model.named_parameters() if "head" in n])
     both = [torch.zeros_like(flat) for _ in range(2)]
     dist.all_gather(both, flat)
     assert torch.equal(*both)
@@ -367,7 +255,7 @@ def test_a_weight_that_was_replaced(change: Any, is_late: bool) -> None:
 
 @in_ranks(2)
 def test_a_model_sharded_after_the_optimizer(rank: int) -> None:
-    model = Branches()
+    model = Towers()
     opt = Lomo(model, LR, group=dist.group.WORLD)
     with pytest.raises(ValueError, match="already has an optimizer that takes its gradients, Lomo"):
         zero.shard(
@@ -376,31 +264,25 @@ def test_a_model_sharded_after_the_optimizer(rank: int) -> None:
     opt.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1e6}], ids=["immediate", "deferred"])
-def test_different_numbers_of_backward_passes(options: dict[str, Any]) -> None:
+def different_passes(made: Training) -> None:
     """Over disjoint weights: a rank takes part in the passes that only others make."""
-    run_ranks(3, _different_passes, options, timeout_s=60)
-
-
-def _different_passes(rank: int, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-    twin = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-    twin.load_state_dict(model.state_dict())
-    opt = Lomo(model, LR, group=dist.group.WORLD, **options)
-    x = torch.eye(3)
     for step in range(3):
         for number in range(3):
-            if number <= (rank + step) % 3:  # one, two or three passes
-                model[number](x * (rank + 1)).square().sum().backward()
-            for other in range(3):
-                if number <= (other + step) % 3:
-                    (twin[number](x * (other + 1)).square().sum() / 3).backward()
-        opt.step()
-        opt.zero_grad()
-        for param in twin.parameters():
-            if param.grad is not None:
-                param.data.sub_(param.grad, alpha=LR)
-                param.grad = None
-    torch.testing.assert_close(weights(model), weights(twin))
-    opt.close()
+            for rank in made.ranks:
+                if number <= (rank + step) % 3:  # one, two or three passes
+                    x = torch.eye(3) * (rank + 1)
+                    loss = made.model[number](x).square().sum()
+                    made.backward_of(loss / len(made.ranks))
+        made.step()
+
+
+def three_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1e6}], ids=["immediate", "deferred"])
+@in_ranks(3)
+def test_different_numbers_of_backward_passes(rank: int, options: dict[str, Any]) -> None:
+    row = Row(different_passes, three_layers, sgd, options=options, num_ranks=3)
+    check(rank, row, "Lomo")

@@ -7,28 +7,35 @@ Ranks must come to the same weights, and to the same of what the program returns
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import math
+import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from full_states import full_weights
+from full_states import full_weights, load_parts, save_parts
 from ranks import place
 from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import set_state_dict as set_by_torch
+from torch.distributed.fsdp import fully_shard
 from whole_optimizers import Muon64, by_dimensions
 from zero_models import Net, assert_alike, assert_close, batch, loss_of
 
-from ringcomm.optim import Lomo
+from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import (
     ParallelDims,
+    clip_grad_norm_,
+    expert,
     get_state_dict,
     offload,
     parallelize,
@@ -40,9 +47,11 @@ from ringcomm.parallel.optimizer_classes import optimizers_of
 ALONE = "one process"
 EACH = "each rank"  # one process on each rank, with the rows of all
 APART = "rank by rank"  # each on its rows: what is not one training must be found
+AVERAGED = ("average", "DDP", "fully_shard")  # with gradients of experts by hand
 STAGES = ("zero 1", "zero 2", "zero 3")
 SHARDED = ("zero 3", "infinity")
 ZERO = (*STAGES, "infinity")
+BITS: dict[str, Any] = {"rtol": 0, "atol": 0}
 
 
 def adamw(model: nn.Module) -> Any:
@@ -65,10 +74,12 @@ def muon(model: nn.Module, kind: Any = Muon64) -> Any:
 
 def trained_by(system: str, model: nn.Module, given: Any, **options: Any) -> Any:
     """The optimizer of a system that makes the steps of a given one."""
-    if system in (ALONE, EACH, APART):
+    if system in (ALONE, EACH, APART, *AVERAGED):
         return given
-    if system == "Lomo":
-        return Lomo(model, given.defaults["lr"], group=dist.group.WORLD, **options)
+    if kind := {"Lomo": Lomo, "AdaLomo": AdaLomo}.get(system):
+        over = {} if options.keys() & {"group", "mesh"} else {"group": dist.group.WORLD}
+        rates = given.defaults["lr"], given.defaults["weight_decay"]
+        return kind(model, *rates, **over, **options)
     name, _, where = system.partition(", ")
     if where or name in ("offload", "infinity"):
         words = {name: options.pop(name) for name in ("elementwise", "whole") if name in options}
@@ -96,13 +107,12 @@ def offloaded(given: Any, **options: Any) -> Any:
     return given if is_own else offload.Offloaded(given, **options)
 
 
-def parallelized(system: str, model: nn.Module, given: Any) -> Any:
-    """What has the steps of a model on a mesh of all ranks, which replicate or shard it."""
-    dims = ParallelDims(dp=dist.get_world_size())
-    stage = int(system[-1]) if "zero" in system else 0
-    return parallelize(
-        model, dims, lambda _: given, loss_fn=nn.functional.mse_loss, zero_stage=stage
-    )
+def parallelized(made: Training) -> Any:
+    """What has the steps of a model on a mesh, by default of ranks that have all layers."""
+    dims = made.dims or ParallelDims(dp=dist.get_world_size())
+    stage = int(made.system[-1]) if "zero" in made.system else 0
+    mse = nn.functional.mse_loss
+    return parallelize(made.model, dims, lambda _: made.given, loss_fn=mse, zero_stage=stage)
 
 
 class Block(nn.Module):
@@ -145,26 +155,38 @@ class Training:
     Attributes:
         ranks: whose rows it has; in one process those of all.
         early: what the row has made of the given optimizer before the system got it.
-        owner: of parallelize(), or None.
+        owner, dims: of parallelize(), or None.
+        norms: of the gradients of each step, if the option clip_grad_norm is given.
+        wrapped: the model as it is called.
     """
 
     def __init__(self, row: Row, system: str, rank: int = 0, device: str = "cpu") -> None:
         self.row, self.system, self.rank = row, system, rank
         self.device = place(device, rank)
-        self.model: Any = row.model() if device == "cpu" else row.model().to(self.device)
+        self.owner: Any = None
+        self.dims = ParallelDims(**row.dims) if "parallelize" in system and row.dims else None
+        self.norms: list[float] = []
+        is_one = system in (ALONE, EACH, APART) or row.on_ranks is None
+        model = row.model() if is_one else row.on_ranks(self)  # type: ignore[misc]
+        self.model: Any = model if device == "cpu" else model.to(self.device)
+        if system == "fully_shard":
+            fully_shard(self.model, ignored_params={*expert.expert_parameters(self.model).values()})
+        self.wrapped = self.model
         self.options = row.options(self) if callable(row.options) else row.options
         self.given: Any = row.optimizer(self.model)
         self.early = row.early(self.given)
         self.optimizer, self.ranks = self.given, range(row.num_ranks)
-        self.owner: Any = None
         self.train(range(100, 100 + row.steps_before))
 
     def begin(self) -> Training:
         """Under the system, on this rank's rows."""
         if not self.system.startswith((ALONE, EACH, "offload")):
             self.ranks = range(self.rank, self.rank + 1)
+        if self.system == "DDP":
+            expert.ignore_in_ddp(self.model)
+            self.wrapped = nn.parallel.DistributedDataParallel(self.model)
         if self.system.startswith("parallelize"):
-            self.owner = parallelized(self.system, self.model, self.given)
+            self.owner = parallelized(self)
             self.optimizer = self.owner.optimizer
         else:
             self.optimizer = trained_by(self.system, self.model, self.given, **self.options)
@@ -179,31 +201,49 @@ class Training:
         return [*optimizers_of(self.optimizer)]
 
     def rows(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
-        x, y = batch(step, rank, self.row.num_ranks)
+        x, y = self.row.batch(step, rank, self.row.num_ranks)
         return x.to(self.device), y.to(self.device)
 
-    def backward(self, step: int) -> float:
-        """Of the mean over the ranks; returns it."""
+    def backward(self, step: int, factor: float = 1.0) -> float:
+        """Of the mean over the ranks, times a factor; returns it."""
         total = 0.0
         for rank in self.ranks:
             if self.owner is not None:
                 total += float(self.owner.step(*self.rows(step, rank)))
                 continue
-            loss = self.row.loss(self.model, *self.rows(step, rank)) / len(self.ranks)
-            getattr(self.optimizer, "scale", lambda loss: loss)(loss).backward()
+            loss = self.row.loss(self.wrapped, *self.rows(step, rank)) * factor / len(self.ranks)
+            self.backward_of(loss)
             total += loss.item()
         return total
+
+    def backward_of(self, loss: Tensor) -> None:
+        """A pass as the system wants it."""
+        if self.options.get("clip_mode") == "two_pass" and not self.is_alone:
+            self.optimizer.backward(loss)
+        else:
+            getattr(self.optimizer, "scale", lambda loss: loss)(loss).backward()
 
     def clip(self, max_norm: float) -> Tensor:
         if self.system in (ALONE, EACH):
             return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        if self.system in AVERAGED:
+            return clip_grad_norm_(self.model, max_norm)
         norm: Tensor = self.optimizer.clip_grad_norm_(max_norm)
         return norm
 
     def step(self) -> None:
-        if self.system in (ALONE, EACH) and "clip_grad_norm" in self.options:
-            self.clip(self.options["clip_grad_norm"])
+        """With the options for clipping; in one process by torch."""
+        if self.system in AVERAGED:
+            expert.average_gradients(self.wrapped)
+        is_one = self.system in (ALONE, EACH, *AVERAGED)
+        max_norm = self.options.get("clip_grad_norm")
+        if is_one and max_norm is not None:
+            self.norms.append(float(self.clip(max_norm)))
+        if is_one and (max_value := self.options.get("clip_grad_value")) is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), max_value)
         apply_steps(*self.optimizers)
+        if not is_one and max_norm is not None:
+            self.norms.append(self.optimizer.grad_norm)
 
     def train(self, steps: Iterable[int]) -> None:
         for step in steps:
@@ -224,17 +264,35 @@ class Training:
         for each in self.optimizers:
             each.load_state_dict(each.state_dict())
 
-    def reload(self, system: str = "", prepare: Callable[[Training], Any] | None = None) -> None:
-        """A new model and optimizer from the checkpoint of the old ones; in one process nothing."""
+    def reload(
+        self,
+        system: str = "",
+        prepare: Callable[[Training], Any] | None = None,
+        *,
+        in_parts: bool = False,
+        **changes: Any,
+    ) -> None:
+        """A new model and optimizer from the checkpoint of the old ones; in one process nothing.
+
+        Args:
+            in_parts: all ranks write the checkpoint.
+            changes: of the row.
+        """
         if self.is_alone:
             return
         values, state = self.save()
         options = {} if callable(self.row.options) else self.row.options
-        row = dataclasses.replace(self.row, steps_before=0, options=options)
+        row = dataclasses.replace(self.row, **{"steps_before": 0, "options": options, **changes})
         new = Training(row, system or self.system, self.rank).begin()
+        new.norms = self.norms
         if prepare is not None:
             prepare(new)
-        if new.system == EACH != self.system:
+        if in_parts:
+            by_torch = "infinity" not in self.system
+            with shared_folder() as folder:
+                save_parts(self.model, self.optimizer, folder, by_torch=by_torch)
+                load_parts(new.model, new.optimizer, folder, by_torch=by_torch)
+        elif new.system == EACH != self.system:
             for group in state["param_groups"]:  # torch loads no keys that it does not know
                 group.pop("loss_scale", None)
                 group.pop("loss_scale_good_steps", None)
@@ -255,6 +313,19 @@ class Training:
         return STAGES[(STAGES.index(self.system) + 1) % 3] if self.system in STAGES else self.system
 
 
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A new one of all ranks, which is removed at the end. Collective."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    try:
+        yield Path(str(folder[0]))
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(str(folder[0]))
+
+
 def train(made: Training) -> None:
     made.train(range(3))
 
@@ -272,6 +343,43 @@ def resume_at_once(made: Training) -> None:
     made.train(range(3))
 
 
+def overflows(where: str, made: Training) -> None:
+    """On rank 1, in its loss or a gradient; nothing changes on any rank, and training goes on."""
+    made.train([0])
+    if not made.is_alone:
+        before, scale = copy.deepcopy(made.save()), made.optimizer.loss_scale
+        if is_in_grad := bool(where) and made.rank == 1:
+            hook = made.model.get_parameter(where).register_hook(lambda grad: grad * torch.inf)
+        made.backward(7, torch.inf if made.rank == 1 and not where else 1.0)
+        if is_in_grad:
+            hook.remove()
+        made.optimizer.step()  # which drops the gradients
+        assert made.system not in ZERO or not math.isfinite(made.optimizer.grad_norm)
+        assert made.optimizer.loss_scale == scale / 2
+        for found, wanted in zip(made.save(), before, strict=True):
+            torch.testing.assert_close(
+                found.get("state", found), wanted.get("state", wanted), **BITS
+            )
+    made.train(range(1, 3))
+
+
+def is_nan(made: Training) -> None:
+    """The loss of rank 1; an error on all ranks that writes nothing."""
+    made.train([0])
+    if not made.is_alone:
+        before = made.weights()
+
+        def step() -> None:
+            made.backward(7, torch.nan if made.rank == 1 else 1.0)
+            made.optimizer.step()
+
+        with pytest.raises(RuntimeError, match=r"nan; no weight has been|not finite"):
+            step()
+        made.optimizer.zero_grad()
+        torch.testing.assert_close(made.weights(), before, **BITS)
+    made.train(range(1, 3))
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A program of a user.
@@ -279,7 +387,10 @@ class Row:
     Attributes:
         program: what the user does; what it returns must be that of one process.
         model, optimizer: make them; the optimizer of the model.
+        on_ranks: makes the model of a system, where that has groups of ranks.
+        dims: the sizes of parallelize()'s mesh.
         loss: of the model and the rows of a rank.
+        batch: those of a step, a rank and a number of ranks.
         systems, slow: which train it, and which besides in slow tests.
         refused: by system the words of the error that its program ends in.
         options: of the system, or what makes them on all ranks.
@@ -302,6 +413,9 @@ class Row:
     num_ranks: int = 2
     backend: str = "ringcomm"
     atol: float = 1e-5
+    batch: Callable[[int, int, int], tuple[Tensor, Tensor]] = batch
+    on_ranks: Callable[[Training], Any] | None = None
+    dims: Mapping[str, Any] | None = None
 
 
 def cases_of(rows: Mapping[str, Row]) -> list[Any]:
@@ -327,6 +441,7 @@ def check(rank: int, row: Row, system: str, device: str = "cpu") -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=row.atol)
     else:
         assert found == expected, f"{found} instead of {expected}"
+    assert made.norms == pytest.approx(alone.norms, rel=1e-4)
     weights, wanted = made.weights(), alone.weights()
     names = [name for name, _ in alone.model.named_parameters() if name in wanted]
     assert_close(weights, {name: wanted[name] for name in names}, row.atol)

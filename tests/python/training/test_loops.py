@@ -1,4 +1,4 @@
-"""What loops do around zero.shard() and between its steps: rows of programs.py."""
+"""What loops do around zero.shard() and between its steps: rows of rows.py."""
 
 from __future__ import annotations
 

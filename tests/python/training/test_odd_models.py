@@ -1,4 +1,4 @@
-"""Models and losses of public reports about sharded training: rows of programs.py."""
+"""Models and losses of public reports about sharded training: rows of rows.py."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from ranks import in_ranks
 from rows import ZERO, Row, Training
 from steps import train_step
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from ringcomm.parallel import ParameterServer, get_state_dict
 from ringcomm.parallel.pipeline import Pipeline
@@ -42,6 +43,12 @@ class OnFeatures(nn.Module):
         return out
 
 
+def on_shards(_: Training) -> nn.Module:
+    model = OnFeatures()
+    fully_shard(model)
+    return model
+
+
 BF16 = {"param_dtype": torch.bfloat16}
 
 
@@ -49,12 +56,15 @@ BF16 = {"param_dtype": torch.bfloat16}
 @in_ranks(2)
 def test_weights_and_buffers_are_those_of_rank_0(rank: int, kind: str) -> None:
     """Each process draws its own values: https://github.com/Lightning-AI/litgpt/pull/269."""
-    more: Any = (("zero 2", BF16), ("Lomo", {}), ("parallelize", {}), ("parallelize, zero 2", {}))
+    more: Any = (("zero 2", BF16), ("Lomo", {}), ("Lomo", {"group": None}))
+    more += (("parallelize", {}), ("parallelize, zero 2", {}))
     cases = [*((system, {}) for system in ZERO), *(more if kind == "cpu" else ())]
     for system, options in cases:
+        # Lomo without a group is that of shards, which are each rank's own.
         torch.manual_seed(rank)
         with torch.device(kind):
-            row = Row(model=OnFeatures, options=options)
+            on_ranks = on_shards if "group" in options else None
+            row = Row(model=OnFeatures, on_ranks=on_ranks, options=options)
             made = Training(row, system, rank).begin()
         whole, _ = get_state_dict(made.model, full=True)
         own = {} if system == "infinity" else made.model.state_dict()

@@ -1,4 +1,4 @@
-"""zero.shard(): weights that some passes, ranks or all leave out, and passes that fail."""
+"""zero.shard() and Lomo: weights that some passes, ranks or all leave out, and passes that fail."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ranks import in_ranks
 from rows import ZERO, Row, Training, cases_of, check, momentum
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from whole_optimizers import AdaLomoOracle
 from zero_models import Towers
 
 import ringcomm
@@ -55,22 +56,34 @@ def make_optimizer(model: Any, kind: str) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, 0.05, momentum=0.9, dampening=0.5, weight_decay=0.1)
 
 
+def decayed(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.1)
+
+
+def adalomo(model: Any) -> torch.optim.Optimizer:
+    return AdaLomoOracle(list(model.parameters()))
+
+
 def backward(model: Any, step: int, part: int, rank: int, reentrant: bool) -> None:
     x = rows(step, part, rank).requires_grad_()
     model(x, used_by(step, part, rank), reentrant).square().sum().backward()
 
 
-def all_parts(made: Training, *, has_empty: bool, reentrant: bool) -> dict[str, Any]:
+def all_parts(
+    made: Training, *, has_empty: bool, reentrant: bool, num_parts: int = NUM_PARTS
+) -> dict[str, Any]:
     """The names of the states and their steps, which count where a rank had a gradient."""
     num = len(made.ranks)
     for step in range(STEPS):
-        for part in range(NUM_PARTS):
+        for part in range(num_parts):
             for rank in made.ranks:
                 x = rows(step, part, rank).requires_grad_()
                 is_left_out = has_empty and is_empty(step, part, rank)
                 used = None if is_left_out else used_by(step, part, rank)
-                (made.model(x, used, reentrant).square().sum() / num).backward()
+                made.backward_of(made.model(x, used, reentrant).square().sum() / num)
         made.step()
+    if "Lomo" in made.row.systems[0]:  # which has no states, or those of the library
+        return {}
     if made.is_alone:
         states: Any = get_state_dict(made.model, made.optimizer)[1]["state"]
     else:
@@ -188,6 +201,33 @@ ROWS = BY_HAND | {
         (2, "ringcomm", "zero 1, host", "adamw", {}),
         (2, "ringcomm", "zero 3", "momentum", AT_STAGE_3),
     )
+}
+TWO_PASSES: dict[str, Any] = {"clip_grad_norm": 0.5, "clip_mode": "two_pass"}
+OF_LOMO: tuple[tuple[str, bool, dict[str, Any]], ...] = (
+    ("Lomo", False, {}),
+    ("Lomo", True, {}),
+    ("Lomo", False, {"overlap": True, "accumulation_steps": 3}),
+    ("Lomo", False, {"clip_grad_norm": 0.5, "accumulation_steps": 2}),
+    ("Lomo", False, TWO_PASSES),
+    ("Lomo", False, {"loss_scale": "dynamic"}),
+    ("AdaLomo", False, {}),
+)
+ROWS |= {
+    f"{system} {'reentrant ' if reentrant else ''}{options}": Row(
+        partial(
+            all_parts,
+            has_empty=True,
+            reentrant=reentrant,
+            num_parts=options.get("accumulation_steps", 1),
+        ),
+        Towers,
+        decayed if system == "Lomo" else adalomo,
+        systems=(system,),
+        options=options,
+        num_ranks=3,
+        atol=2e-5,
+    )
+    for system, reentrant, options in OF_LOMO
 }
 
 
