@@ -27,7 +27,7 @@ from buildconfig import INCLUDED, ROOT, BuildProblem
 
 # Have what was compiled within, which no compiler tells ninja.
 EMBEDDERS = (
-    ROOT / "csrc" / "cuda" / "collectives" / "kernels.cc",
+    ROOT / "csrc" / "cuda" / "collectives" / "launches.cc",
     ROOT / "kernels" / "losses" / "cuda_cross_entropy.cc",
 )
 ARCHITECTURES = ("80", "90", "100")

@@ -5,10 +5,7 @@
 #include <random>
 #include <sstream>
 
-#include "cuda/collectives/in_place.h"
-#include "cuda/collectives/kernels.h"
-#include "cuda/collectives/launch_plan.h"
-#include "cuda/collectives/staging_plan.h"
+#include "cuda/collectives/launches.h"
 #include "cuda/kernels/packets.h"
 #include "gpu/point.h"
 #include "gpu/rank_memory.h"
@@ -94,7 +91,6 @@ class Sweep {
       page_.barrier();
     }
     if (rank_ == 0) std::fflush(stdout);
-    print_places();
     memory_.close(page_);
     return is_right;
   }
@@ -195,23 +191,12 @@ class Sweep {
   };
   void launch(Prepared& of) {
     if (of.plan.kind == cuda::LaunchKind::kPackets)
-      return kernels_.launch(kernels_.find(of.plan.kernel), of.plan.num_blocks, of.kernel,
-                             memory_.stream());
+      return kernels_.launch(of.plan.kernel, of.plan.num_blocks, of.kernel, memory_.stream());
     cuda::InPlaceLaunch launch(of.call, of.plan, of.kernel);
     for (cuda::PeerBuffer& buffer : launch.buffers())
       if (of.is_lent && buffer.num_bytes > 0) buffer.place = memory_.place_of(buffer.data);
-    const auto most_blocks = 4 * static_cast<unsigned>(multiprocessors_);
-    const struct {
-      const char* kernel;
-      unsigned num_blocks;
-    } steps[] = {{"ringcomm_copy_in", most_blocks},
-                 {"ringcomm_open", 1},
-                 {of.plan.kernel.c_str(), of.plan.num_blocks},
-                 {"ringcomm_close", 1},
-                 {"ringcomm_copy_out", most_blocks}};
-    launch.run([&](cuda::InPlaceLaunch::Step step, cuda::KernelCall& call) {
-      const auto& [kernel, num_blocks] = steps[static_cast<std::size_t>(step)];
-      kernels_.launch(kernels_.find(kernel), num_blocks, call, memory_.stream());
+    launch.run([&](std::string_view kernel, unsigned num_blocks, cuda::KernelCall& call) {
+      kernels_.launch(kernel, num_blocks, call, memory_.stream());
     });
   }
 
@@ -338,28 +323,6 @@ class Sweep {
         largest = &point;
     if (largest == nullptr) return LatencyModel();
     return LatencyModel::of_copy(largest->planned, largest->quantile(0.5));
-  }
-  /// On which multiprocessors the blocks of each rank are. Collective.
-  void print_places() {
-    cuda::KernelCall kernel;
-    fill_frame(0, kernel);
-    kernel.outputs[0] = memory_.output();
-    const unsigned num_blocks = layouts_[0].num_blocks;
-    page_.barrier();
-    kernels_.launch(kernels_.find("ringcomm_where"), num_blocks, kernel, memory_.stream());
-    memory_.download(memory_.output(), num_blocks * sizeof(unsigned));
-    const auto* places = reinterpret_cast<const unsigned*>(memory_.piece());
-    for (int rank = 0; rank < page_.num_ranks; ++rank) {
-      page_.barrier();
-      if (rank != rank_) continue;
-      std::printf(R"({"kind":"kernels","op":"where","ranks":%d,"rank":%d,)"
-                  R"("multiprocessors":%d,"of_blocks":)",
-                  page_.num_ranks, rank, multiprocessors_);
-      for (unsigned block = 0; block < num_blocks; ++block)
-        std::printf("%c%u", block == 0 ? '[' : ',', places[block]);
-      std::puts("]}");
-      std::fflush(stdout);
-    }
   }
 
   int rank_;

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <memory>
 
-#include "cuda/collectives/in_place.h"
+#include "cuda/collectives/launches.h"
 #include "cuda/driver/device_memory.h"
 #include "gpu/ranks.h"
 #include "host/unix_socket.h"

@@ -47,14 +47,4 @@ RINGCOMM_HD constexpr bool open_packet(std::uint64_t low, std::uint64_t high, st
   return true;
 }
 
-/// False until the whole packet has arrived.
-template <class A>
-RINGCOMM_HD bool take_packet(A& arch, const Packet& packet, std::uint32_t flag,
-                             std::uint64_t& data) {
-  std::uint64_t low = 0;
-  std::uint64_t high = 0;
-  arch.load_packet(packet, low, high);
-  return open_packet(low, high, flag, data);
-}
-
 }  // namespace ringcomm

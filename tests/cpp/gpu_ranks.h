@@ -14,9 +14,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "cuda/collectives/in_place.h"
-#include "cuda/collectives/launch_plan.h"
-#include "cuda/collectives/staging_plan.h"
+#include "cuda/collectives/launches.h"
 #include "cuda/kernels/call.h"
 #include "cuda/kernels/packets.h"
 #include "emulator/kernel_registry.h"
@@ -157,12 +155,9 @@ class GpuRanks {
     std::uint64_t row = 0;
     for (cuda::PeerBuffer& buffer : launch.buffers())
       if (lends && buffer.num_bytes > 0) buffer.place = map(kernel.rank, row++, buffer.data);
-    const std::string steps[] = {"ringcomm_copy_in", "ringcomm_open", plan.kernel, "ringcomm_close",
-                                 "ringcomm_copy_out"};
-    using enum cuda::InPlaceLaunch::Step;
-    launch.run([&](cuda::InPlaceLaunch::Step step, const cuda::KernelCall& piece) {
-      const unsigned num_blocks = step == kBody ? std::min(plan.num_blocks, 3u) : 1;
-      run_kernel(steps[static_cast<std::size_t>(step)], piece, num_blocks, num_threads_);
+    launch.run([&](std::string_view name, unsigned num_blocks, const cuda::KernelCall& piece) {
+      run_kernel(std::string(name), piece, name == plan.kernel ? std::min(num_blocks, 3u) : 1,
+                 num_threads_);
     });
   }
 

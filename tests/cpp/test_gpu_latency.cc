@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "cuda/collectives/launch_plan.h"
-#include "cuda/collectives/staging_plan.h"
 #include "gpu/latency_model.h"
 #include "third_party/doctest/doctest.h"
 

@@ -29,8 +29,9 @@ int num_wrong_sums(int rank, const std::string& folder) {
   const cuda::ContextGuard guard(0);
   FolderStore store(folder, [] {});
   Communicator communicator(store, rank, 2, {}, kBound);
-  const auto transport = cuda::IpcTransport::make(
-      communicator, 0, {.timeout = kBound, .is_interrupted = {}}, [](const std::string&) {});
+  const auto transport = std::make_unique<cuda::IpcTransport>(
+      communicator, 0, WaitLimits{.timeout = kBound, .is_interrupted = {}},
+      [](const std::string&) {});
   cuda::StreamHandle stream = nullptr;
   cuda::check(cuda::driver().stream_create(&stream, cuda::kStreamNonBlocking), "make a stream");
   cuda::DevicePtr address = 0;

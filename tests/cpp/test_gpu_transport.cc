@@ -39,9 +39,9 @@ class Rank {
   Rank(Communicator& communicator, std::chrono::milliseconds timeout = std::chrono::seconds(50))
       : communicator_(communicator),
         guard_(0),
-        transport_(cuda::IpcTransport::make(communicator, 0,
-                                            {.timeout = timeout, .is_interrupted = {}},
-                                            [](const std::string&) {})) {
+        transport_(std::make_unique<cuda::IpcTransport>(
+            communicator, 0, WaitLimits{.timeout = timeout, .is_interrupted = {}},
+            [](const std::string&) {})) {
     cuda::check(cuda::driver().stream_create(&stream_, cuda::kStreamNonBlocking), "make a stream");
   }
   ~Rank() {

@@ -229,14 +229,6 @@ Result api::module_get_function(Function* function, Module module, const char* n
   return kSuccess;
 }
 
-Result api::occupancy_max_active_blocks(int* num_blocks, Function function, int block_threads,
-                                        std::size_t shared_bytes) {
-  RINGCOMM_TRY(require_context());
-  if (Handles<FunctionTag>::all().find(function) == nullptr) return kInvalidHandle;
-  *num_blocks = blocks_per_sm(static_cast<unsigned>(block_threads), shared_bytes);
-  return kSuccess;
-}
-
 Result api::func_set_attribute(Function function, int attribute, int value) {
   RINGCOMM_TRY(require_context());
   if (Handles<FunctionTag>::all().find(function) == nullptr) return kInvalidHandle;
@@ -249,9 +241,9 @@ Result api::occupancy_max_active_clusters(int* num_clusters, Function function,
                                           const LaunchConfig* config) {
   const unsigned cluster_blocks = cluster_blocks_of(*config);
   if (cluster_blocks == 0) return kInvalidValue;
-  int per_sm = 0;
-  RINGCOMM_TRY(occupancy_max_active_blocks(&per_sm, function, static_cast<int>(config->block[0]),
-                                           config->shared_bytes));
+  RINGCOMM_TRY(require_context());
+  if (Handles<FunctionTag>::all().find(function) == nullptr) return kInvalidHandle;
+  const int per_sm = blocks_per_sm(config->block[0], config->shared_bytes);
   *num_clusters = settings().num_sms * per_sm / static_cast<int>(cluster_blocks);
   return kSuccess;
 }

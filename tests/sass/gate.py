@@ -42,14 +42,14 @@ ARCHITECTURES = ("90", "100")
 IMAGES = ROOT / "build" / "cuda"
 # Types that are not reduced in bulk, and kernels that run once in a call. Where they spill is not
 # compared, nor their loops: one release of nvcc makes different codes of ring_any on two machines.
-COLD = re.compile(r"\w+_any|where|sum_losses")
+COLD = re.compile(r"\w+_any|sum_losses")
 WITH_PACKETS = re.compile(r"(one_shot|two_rounds|reduce_packets)_\w+|move_packets")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
 # N * U (cuda/kernels/reducers.h).
 SUMS = re.compile(r"reduce_(float16|bfloat16|float32)")
 COPIES = re.compile(r"move|copy_(in|out|messages)")
 # They wait for nobody, and publish nothing: the ends of kernels order what they do.
-PLAIN = re.compile(rf"{SUMS.pattern}|reduce_any|{COPIES.pattern}|update_\w+|where")
+PLAIN = re.compile(rf"{SUMS.pattern}|reduce_any|{COPIES.pattern}|update_\w+")
 AT_ONCE, AT_ONCE_OF_SUMS = 4, 8
 COLUMNS = ("registers", "stack", "generic", "local", "fences", "words", "packets", "traps")
 # Fewer are worse, which the rules check.

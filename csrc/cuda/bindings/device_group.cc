@@ -12,7 +12,6 @@
 #include <thread>
 
 #include "bindings/python_errors.h"
-#include "collectives/call.h"
 #include "core/errors.h"
 #include "cuda/collectives/ipc_transport.h"
 #include "cuda/messages/transport.h"
@@ -48,9 +47,12 @@ TransportPtr make_ipc_transport(Communicator& communicator, const GroupOptions& 
   if (!reason.empty()) return nullptr;
   const std::string name = "ringcomm: group " + options.group_name;
   try {
-    return cuda::IpcTransport::make(
+    const cuda::ContextGuard guard(device.index());
+    const cuda::RelaxedCapture relaxed;
+    return std::make_unique<cuda::IpcTransport>(
         communicator, device.index(),
-        {.timeout = std::min(options.timeout, kLongestTimeout), .is_interrupted = is_interrupted},
+        WaitLimits{.timeout = std::min(options.timeout, kLongestTimeout),
+                   .is_interrupted = is_interrupted},
         [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; });
   } catch (const cuda::Unavailable& unavailable) {
     reason = unavailable.what();
@@ -289,6 +291,8 @@ void DeviceGroup::ending_on_failure(c10::function_ref<std::string()> what,
 
 void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
                       const cuda::StreamPlace& place, const std::function<void()>& finish) {
+  if (call.dtype == DType::kSoftmaxStats)
+    throw std::invalid_argument("softmax statistics are merged in one step on CPUs only");
   const std::shared_ptr<Communicator> engine = communicator();
   engine->issue(call);
   if (world_size_ > 1 &&
@@ -320,7 +324,8 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
   const DeviceContext context(device);
   if (stream != home) DeviceEvent::record(home).block(stream);
   cuda::DeviceTransport& used = transport_of_call(device);
-  const cuda::StreamPlace place = place_of(stream);
+  cuda::StreamPlace place;
+  if (has_driver_for(device)) place = cuda::StreamPlace::of(handle_of(stream));
   // Nothing can be launched in it, on this rank alone: the group goes on.
   if (place.capture == cuda::kFailedCapture)
     throw std::runtime_error(
@@ -403,6 +408,7 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
                         .is_send = is_send});
     take_tensors(item, kept, inputs);
   }
+  bool is_last = true;
   const auto post = [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
     for (const cuda::P2pMessage& message : messages)
       recorded_.push_back(communicator()->record_on_device(
@@ -411,20 +417,17 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
            .peer = message.peer,
            .op = message.is_send ? OpKind::kSend : OpKind::kRecv}));
     transport.exchange(messages, place);
-    bool is_last = true;
     for (const DeviceMessage& call : calls) {
       if (!call.item.finish) continue;
       call.item.finish();
       is_last = false;
     }
-    return is_last;
   };
   return enqueue_work(*calls[0].info.device, info, inputs, std::move(kept), std::move(results),
                       [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
                         transport.check_messages(messages);
-                        bool is_last = false;
                         ending_on_failure([] { return "sends and receives"; },
-                                          [&] { is_last = post(transport, place); });
+                                          [&] { post(transport, place); });
                         return is_last;
                       });
 }

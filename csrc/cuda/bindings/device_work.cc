@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <thread>
-#include <utility>
 
 #include "bindings/devices.h"
 #include "bindings/python_errors.h"

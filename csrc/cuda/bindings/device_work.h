@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <chrono>
@@ -11,16 +12,56 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 #include <vector>
 
 #include "collectives/failure.h"
 #include "collectives/recorder.h"
-#include "cuda/bindings/driver_device.h"
 #include "cuda/collectives/device_transport.h"
+#include "kernels/cuda_device.h"
 
 namespace ringcomm {
 
 class DeviceGroup;
+
+/// Makes the context of a device of the driver current while it lives; does nothing for others.
+struct DeviceContext : std::optional<cuda::ContextGuard> {
+  explicit DeviceContext(c10::Device device) {
+    if (has_driver_for(device)) emplace(device.index());
+  }
+};
+
+/// A point in a device's stream: of cuda::EventPool, or of torch for devices without the driver.
+class DeviceEvent {
+ public:
+  /// After the work that the stream holds now. With the DeviceContext of its device.
+  static DeviceEvent record(const c10::Stream& stream) {
+    if (has_driver_for(stream.device()))
+      return DeviceEvent(cuda::EventPool::of(stream.device_index()).record(handle_of(stream)));
+    c10::Event event(stream.device_type());
+    event.record(stream);
+    return DeviceEvent(std::move(event));
+  }
+  /// One that the engine of a device of the driver has recorded.
+  explicit DeviceEvent(std::shared_ptr<const cuda::Event> event) : of_driver_(std::move(event)) {}
+
+  /// Makes a stream wait. With the DeviceContext of its device.
+  void block(const c10::Stream& stream) const {
+    of_driver_ != nullptr ? of_driver_->block(handle_of(stream)) : of_torch_->block(stream);
+  }
+  /// Whether the stream has passed it, which is not captured; other streams may be.
+  bool is_over() const {
+    if (of_driver_ == nullptr) return of_torch_->query();
+    const cuda::RelaxedCapture relaxed;
+    return of_driver_->is_over();
+  }
+
+ private:
+  explicit DeviceEvent(c10::Event event) : of_torch_(std::move(event)) {}
+
+  std::shared_ptr<const cuda::Event> of_driver_;
+  std::optional<c10::Event> of_torch_;  // where the other is null
+};
 
 /// The tensors that a call on a device uses, and the event of its end, which only counts if nothing
 /// has failed by then: an aborted call ends with it, too. Thread-safe.

@@ -1,6 +1,5 @@
 #include "cuda/collectives/device_group.h"
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -13,7 +12,7 @@
 #include "core/errors.h"
 #include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/events.h"
-#include "cuda/collectives/kernels.h"
+#include "cuda/collectives/launches.h"
 #include "host/bootstrap.h"
 #include "host/fd.h"
 #include "host/process.h"
@@ -65,22 +64,20 @@ int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   return value;
 }
 
-// A rank's record of its part of a segment.
-struct Part {
-  RecordText<160> offer_key;
+// A rank's record of memory that it offers.
+struct Offered {
+  RecordText<160> key;
   std::uint64_t num_bytes = 0;
   RecordText<256> problem;
 };
 
 // Maps a peer's part, and throws where it has not the peer's signature.
-std::unique_ptr<DeviceMemory> map_part(DeviceOrdinal device, int peer, const RankPlace& place,
-                                       const Part& part, MappedHostMemory& word) {
-  auto memory = std::make_unique<DeviceMemory>(device, part.num_bytes,
-                                               Offer::fetch(place, peer, part.offer_key.str()));
-  copy_and_wait(word.device(), memory->data(), sizeof(std::uint64_t), "read another rank's memory");
-  std::uint64_t value = 0;
-  std::memcpy(&value, word.host(), sizeof value);
-  if (value != signature(peer))
+std::unique_ptr<DeviceMemory> map_part(const DeviceGroup& group, int peer, const Offered& part) {
+  auto memory = std::make_unique<DeviceMemory>(
+      group.device(), part.num_bytes, Offer::fetch(group.place(peer), peer, part.key.str()));
+  copy_and_wait(&group.control_on_device()->copied, memory->data(), sizeof(std::uint64_t),
+                "read another rank's memory");
+  if (group.control().copied != signature(peer))
     throw Error({.kind = ErrorKind::kSystem, .rank = peer},
                 "ringcomm: the memory that rank " + std::to_string(peer) +
                     " handed over is not the memory that it has written to");
@@ -88,36 +85,6 @@ std::unique_ptr<DeviceMemory> map_part(DeviceOrdinal device, int peer, const Ran
 }
 
 }  // namespace
-
-Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
-                 const std::vector<RankPlace>& places, std::size_t num_bytes,
-                 std::size_t zeroed_bytes, MappedHostMemory& word)
-    : parts_(places.size()) {
-  std::optional<Offer> offer;  // until all have mapped it
-  auto& own = parts_[static_cast<std::size_t>(exchange.rank())];
-  Part mine;
-  mine.problem = attempt([&] {
-    own = std::make_unique<DeviceMemory>(device, num_bytes);
-    mine.num_bytes = own->num_bytes();
-    const std::uint64_t value = signature(exchange.rank());
-    std::memcpy(word.host(), &value, sizeof value);
-    copy_and_wait(own->data(), word.device(), sizeof value, "write to memory of the GPU");
-    mine.offer_key = RecordText<160>(offer.emplace(own->export_fd()).key());
-  });
-  const std::vector<Part> all = exchange.all_gather(mine);
-  check_problems(all);
-  agree(exchange, attempt([&] {
-          for (int peer = 0; peer < exchange.world_size(); ++peer) {
-            const auto idx = static_cast<std::size_t>(peer);
-            if (peer != exchange.rank())
-              parts_[idx] = map_part(device, peer, places[idx], all[idx], word);
-          }
-        }));
-  // Before any rank uses it. The signature is in what is zeroed.
-  agree(exchange, attempt([&] {
-          copy_and_wait(own->data(), nullptr, zeroed_bytes, "clear memory of the GPU");
-        }));
-}
 
 DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
     : exchange_(exchange), device_(device) {
@@ -128,11 +95,9 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
   check_problems(places_);
   read_facts();
   staging_.layout = make_staging_layout(facts_);
-  waiting_blocks_.emplace(WaitingBlocks::of(device_), static_cast<int>(staging_.layout.num_blocks));
+  waiting_blocks_ = WaitingBlocks::of(device_).take(static_cast<int>(staging_.layout.num_blocks));
   share_host_memory();
-  segment_ = std::make_unique<Segment>(exchange_, device_, places_, staging_.layout.num_bytes(),
-                                       staging_.layout.scratch_offset(), *words_for_copies_);
-  for (int rank = 0; rank < exchange.world_size(); ++rank) staging_.of[rank] = segment_->of(rank);
+  share_staging();
   description_ = describe();
 }
 
@@ -207,15 +172,10 @@ void DeviceGroup::read_facts() {
 // Rank 0 makes it; each rank has a control block of its own besides.
 void DeviceGroup::share_host_memory() {
   std::optional<Offer> offer;
-  struct Record {
-    RecordText<160> key;
-    RecordText<256> problem;
-  } mine;
+  Offered mine;
   mine.problem = attempt([&] {
     control_ = std::make_unique<MappedHostMemory>(device_, sizeof(Control));
     new (control_->host()) Control;
-    words_for_copies_ =
-        std::make_unique<MappedHostMemory>(device_, kMaxRanks * sizeof(std::uint64_t));
     if (exchange_.rank() != 0) return;
     host::UniqueFd fd = host::create_memfd(sizeof(GroupWords), "ringcomm-cuda");
     host_memory_ = host::SharedMemory(fd.get(), sizeof(GroupWords));
@@ -228,6 +188,36 @@ void DeviceGroup::share_host_memory() {
       host_memory_ = host::SharedMemory::of_peer(fd.get());
     });
   agree(exchange_, mine.problem);  // all have it, before it is offered no longer
+}
+
+// The address is of each rank's part; what is in front of the scratch memory is zeroed.
+void DeviceGroup::share_staging() {
+  std::optional<Offer> offer;  // until all have mapped it
+  parts_.resize(places_.size());
+  auto& own = parts_[static_cast<std::size_t>(exchange_.rank())];
+  Offered mine;
+  mine.problem = attempt([&] {
+    own = std::make_unique<DeviceMemory>(device_, staging_.layout.num_bytes());
+    mine.num_bytes = own->num_bytes();
+    control().copied = signature(exchange_.rank());
+    copy_and_wait(own->data(), &control_on_device()->copied, sizeof control().copied,
+                  "write to memory of the GPU");
+    mine.key = RecordText<160>(offer.emplace(own->export_fd()).key());
+  });
+  const std::vector<Offered> all = exchange_.all_gather(mine);
+  check_problems(all);
+  agree(exchange_, attempt([&] {
+          for (std::size_t idx = 0; idx < parts_.size(); ++idx) {
+            const int rank = static_cast<int>(idx);
+            if (rank != exchange_.rank()) parts_[idx] = map_part(*this, rank, all[idx]);
+            staging_.of[rank] = parts_[idx]->data();
+          }
+        }));
+  // Before any rank uses it. The signature is in what is zeroed.
+  agree(exchange_, attempt([&] {
+          copy_and_wait(own->data(), nullptr, staging_.layout.scratch_offset(),
+                        "clear memory of the GPU");
+        }));
 }
 
 }  // namespace ringcomm::cuda

@@ -1,35 +1,49 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
-#include <optional>
+#include <mutex>
 #include <string>
 #include <vector>
 
+#include "cuda/collectives/launch_plan.h"
 #include "cuda/collectives/record_exchange.h"
-#include "cuda/collectives/staging_plan.h"
 #include "cuda/driver/device_memory.h"
-#include "cuda/driver/waiting_blocks.h"
-#include "cuda/kernels/staging.h"
 #include "host/shared_memory.h"
 
 namespace ringcomm::cuda {
 
-/// Memory of which every rank of a group has a part on its device, and which all have mapped.
-class Segment {
+/// The blocks of this process on a device that may wait for other ranks at a time, for all of its
+/// groups. Blocks that wait for one that cannot start would deadlock, so each process keeps to its
+/// share of the device. From any thread; kept as long as the process.
+class WaitingBlocks : public PerDevice<WaitingBlocks> {
  public:
-  /// Collective; `num_bytes` may differ between ranks, and the first `zeroed_bytes` are zeroed.
-  /// `word` belongs to the group: freeing host memory waits for all work on the GPU. Throws
-  /// Unavailable, with the same reason on all ranks, if memory cannot be allocated or mapped, or
-  /// has not its owner's signature.
-  Segment(RecordExchange& exchange, DeviceOrdinal device, const std::vector<RankPlace>& places,
-          std::size_t num_bytes, std::size_t zeroed_bytes, MappedHostMemory& word);
-
-  /// The local address of a rank's part.
-  std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]->data(); }
+  /// What is left for a group, as it says how many blocks a process has. Less than zero where later
+  /// groups had one block each.
+  int left(int share) {
+    const std::lock_guard lock(mutex_);
+    share_ = std::min(share_, share);
+    return share_ - num_taken_;
+  }
+  /// Takes those of a group, which has them as long as the result.
+  std::shared_ptr<void> take(int num_blocks) {
+    add(num_blocks);
+    return {this, [num_blocks](WaitingBlocks* all) { all->add(-num_blocks); }};
+  }
 
  private:
-  std::vector<std::unique_ptr<DeviceMemory>> parts_;
+  void add(int num_blocks) {
+    const std::lock_guard lock(mutex_);
+    num_taken_ += num_blocks;
+  }
+
+  friend PerDevice;
+  explicit WaitingBlocks(DeviceOrdinal) {}
+
+  std::mutex mutex_;
+  int share_ = 1 << 20;  // the least of any group
+  int num_taken_ = 0;
 };
 
 /// The devices of a group's ranks, and the memory through which their kernels communicate: every
@@ -48,14 +62,13 @@ class DeviceGroup {
   /// Whether ranks map each other's ordinary tensors: all do, or none (RINGCOMM_MAP_TENSORS).
   bool maps_tensors() const { return maps_tensors_; }
   GroupWords& words() const { return *reinterpret_cast<GroupWords*>(host_memory_.data()); }
-  /// A number for each rank, between host and device; for one copy at a time.
-  MappedHostMemory& words_for_copies() const { return *words_for_copies_; }
   const std::string& description() const { return description_; }
 
  private:
   void find_places();
   void read_facts();
   void share_host_memory();
+  void share_staging();
   std::string describe() const;
 
   RecordExchange& exchange_;
@@ -63,12 +76,11 @@ class DeviceGroup {
   DeviceFacts facts_;
   bool maps_tensors_ = true;
   std::vector<RankPlace> places_;
-  std::optional<WaitingBlocks::Taken> waiting_blocks_;
+  std::shared_ptr<void> waiting_blocks_;
   std::unique_ptr<MappedHostMemory> control_;
-  std::unique_ptr<MappedHostMemory> words_for_copies_;
   host::SharedMemory host_memory_;
   Staging staging_;
-  std::unique_ptr<Segment> segment_;
+  std::vector<std::unique_ptr<DeviceMemory>> parts_;  // of the staging, by rank
   std::string description_;
 };
 

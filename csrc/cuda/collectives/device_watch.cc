@@ -66,8 +66,7 @@ Activity DeviceWatch::activity_of(std::uint64_t number) const {
                     .timeout = timeout_};
   HeaderWords words;
   if (!read(communicator_.rank(), number, words)) return activity;
-  CallHeader header = from_words(words.data());
-  header.seq = number;
+  const CallHeader header = from_words(words.data(), number);
   activity.op = name_of(header.op);
   activity.description = describe(header);
   return activity;
@@ -105,8 +104,7 @@ void DeviceWatch::look_at_record() {
   if (stop == 0) return;
   const int peer = control_.peer;
   const Activity activity = activity_of(control_.launch);
-  CallHeader theirs = from_words(control_.theirs);
-  theirs.seq = control_.launch;
+  const CallHeader theirs = from_words(control_.theirs, control_.launch);
   const std::string difference =
       stop == kMismatch ? describe_difference(peer, theirs, activity.op)
       : stop == kShardDiffers
@@ -142,8 +140,7 @@ void DeviceWatch::compare_calls() {
       if (peer == rank) continue;
       if (num_recorded(peer) <= num_compared_) return;  // it has not launched that call yet
       if (!read(peer, num_compared_, words) || words == own) continue;
-      CallHeader theirs = from_words(words.data());
-      theirs.seq = num_compared_;
+      const CallHeader theirs = from_words(words.data(), num_compared_);
       const Activity activity = activity_of(num_compared_);
       communicator_.failure().raise_mismatch(peer, describe_difference(peer, theirs, activity.op),
                                              activity);

@@ -10,7 +10,6 @@
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/collectives/record_exchange.h"
 #include "cuda/kernels/staging.h"
-#include "host/process.h"
 #include "host/threads.h"
 
 namespace ringcomm::cuda {

@@ -19,14 +19,34 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
           }};
 }
 
-void RunningKernels::remember(const void* group, int peer, std::shared_ptr<const Event> end) {
+void RunningKernels::wait(const void* group, int peer, const StreamPlace& place) {
   const std::lock_guard lock(mutex_);
-  ends_[{group, peer}] = std::move(end);
+  const Order& order = orders_[{group, peer}];
+  const auto found = order.captured.find(place.capture);
+  if (place.capture != 0 && found == order.captured.end()) return;
+  const Last& last = place.capture == 0 ? order.run : found->second;
+  if (last.end != nullptr && last.stream != place.stream) last.end->block(place.stream);
 }
 
-void RunningKernels::forget(const void* group) {
+void RunningKernels::remember(const void* group, int peer, std::shared_ptr<const Event> end,
+                              const StreamPlace& place) {
+  constexpr std::size_t kMostCaptures = 16;
   const std::lock_guard lock(mutex_);
-  std::erase_if(ends_, [&](const auto& entry) { return entry.first.first == group; });
+  auto& [run, captured] = orders_[{group, peer}];
+  (place.capture == 0 ? run : captured[place.capture]) = {std::move(end), place.stream};
+  if (captured.size() > kMostCaptures) captured.erase(captured.begin());
+}
+
+void RunningKernels::end(const void* group) {
+  std::vector<std::shared_ptr<const Event>> ends;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [key, order] : orders_)
+      if (key.first == group && order.run.end != nullptr) ends.push_back(order.run.end);
+  }
+  for (const auto& end : ends) check(driver().event_synchronize(end->get()), "wait for the GPU");
+  const std::lock_guard lock(mutex_);
+  std::erase_if(orders_, [&](const auto& entry) { return entry.first.first == group; });
 }
 
 bool RunningKernels::are_messages_over() {
@@ -51,13 +71,10 @@ bool RunningKernels::if_over(const std::function<void()>& body) {
 }
 
 bool RunningKernels::are_over(const std::function<bool(const void* group, int peer)>& which) {
-  for (auto entry = ends_.begin(); entry != ends_.end();) {
-    if (!which(entry->first.first, entry->first.second)) {
-      ++entry;
-      continue;
-    }
-    if (!entry->second->is_over()) return false;
-    entry = ends_.erase(entry);
+  for (auto& [key, order] : orders_) {
+    if (order.run.end == nullptr || !which(key.first, key.second)) continue;
+    if (!order.run.end->is_over()) return false;
+    order.run.end = nullptr;
   }
   return true;
 }
@@ -74,29 +91,13 @@ void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char
   check(result, what);
 }
 
-std::uint64_t capture_of(StreamHandle stream) {
+StreamPlace StreamPlace::of(StreamHandle stream) {
   int status = kCaptureNone;
   unsigned long long id = 0;
   check(driver().stream_get_capture_info(stream, &status, &id, nullptr, nullptr, nullptr),
         "ask a stream whether it is captured");
-  return status == kCaptureNone ? 0 : status == kCaptureActive ? id : kFailedCapture;
-}
-
-void StreamOrder::wait(const StreamPlace& place) const {
-  const auto found = captured_.find(place.capture);
-  if (place.capture != 0 && found == captured_.end()) return;
-  const Last& last = place.capture == 0 ? run_ : found->second;
-  if (last.end != nullptr && last.stream != place.stream) last.end->block(place.stream);
-}
-
-void StreamOrder::remember(std::shared_ptr<const Event> end, const StreamPlace& place) {
-  constexpr std::size_t kMostCaptures = 16;
-  (place.capture == 0 ? run_ : captured_[place.capture]) = {std::move(end), place.stream};
-  if (captured_.size() > kMostCaptures) captured_.erase(captured_.begin());
-}
-
-void StreamOrder::synchronize() const {
-  if (run_.end != nullptr) check(driver().event_synchronize(run_.end->get()), "wait for the GPU");
+  if (status == kCaptureNone) return {stream, 0};
+  return {stream, status == kCaptureActive ? id : kFailedCapture};
 }
 
 }  // namespace ringcomm::cuda

@@ -54,18 +54,36 @@ class EventPool : public PerDevice<EventPool> {
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
 
-/// The last kernels of each group of this process on a device: the driver waits for all of them
-/// when memory is unmapped. Replays of graphs are not known. From any thread; kept as long as the
-/// process.
+/// In StreamPlace::capture: one that has failed has no number any more.
+inline constexpr std::uint64_t kFailedCapture = ~std::uint64_t{0};
+
+/// A stream, and the number of the capture that it is part of during one call; 0 if none.
+struct StreamPlace {
+  StreamHandle stream = nullptr;
+  std::uint64_t capture = 0;
+
+  static StreamPlace of(StreamHandle stream);
+};
+
+/// The last kernels of each group of this process on a device, which orders its calls as they are
+/// enqueued, also on different streams; captured work only within its capture, because the user
+/// decides when the graph runs. The driver waits for all kernels when memory is unmapped. Replays
+/// of graphs are not known. From any thread; kept as long as the process.
 class RunningKernels : public PerDevice<RunningKernels> {
  public:
   /// Held while a kernel is launched: nothing is unmapped meanwhile by if_over().
   std::shared_lock<std::shared_mutex> launching() { return std::shared_lock(launching_); }
-  /// The end of a group's last collective, or of its last message with `peer`.
-  void remember(const void* group, int peer, std::shared_ptr<const Event> end);
-  void forget(const void* group);
 
+  // Of a group's collectives, or of its messages with `peer`.
   static constexpr int kCollective = -1;
+  /// Makes the stream wait for the last of them, if that is on another stream.
+  void wait(const void* group, int peer, const StreamPlace& place);
+  /// Call it after work was enqueued and `end` recorded after it.
+  void remember(const void* group, int peer, std::shared_ptr<const Event> end,
+                const StreamPlace& place);
+  /// The host waits for all of a group but what is captured.
+  void end(const void* group);
+
   // The following are called in a relaxed capture mode.
   /// Whether no messages are under way: one may wait for a peer that is in a collective.
   bool are_messages_over();
@@ -79,47 +97,22 @@ class RunningKernels : public PerDevice<RunningKernels> {
   explicit RunningKernels(DeviceOrdinal) {}
   bool are_over(const std::function<bool(const void* group, int peer)>& which);
 
-  std::shared_mutex launching_;  // taken before the other
-  std::mutex mutex_;             // guards what follows
-  std::map<std::pair<const void*, int>, std::shared_ptr<const Event>> ends_;  // by group and peer
+  struct Last {
+    std::shared_ptr<const Event> end;  ///< null: it is over
+    StreamHandle stream = nullptr;
+  };
+  struct Order {
+    Last run;
+    /// By capture; the newest ones only. An event that was recorded in one is of use there alone.
+    std::map<std::uint64_t, Last> captured;
+  };
+  std::shared_mutex launching_;                          // taken before the other
+  std::mutex mutex_;                                     // guards what follows
+  std::map<std::pair<const void*, int>, Order> orders_;  // by group and peer
 };
 
 /// Copies, or clears where `from` is null, on a stream of its own, and blocks; `what` is for an
 /// error.
 void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what);
-
-/// The number of the capture that a stream is part of; 0 if none. One that has failed has no number
-/// any more.
-inline constexpr std::uint64_t kFailedCapture = ~std::uint64_t{0};
-std::uint64_t capture_of(StreamHandle stream);
-
-/// A stream, and the capture that it is part of during one call.
-struct StreamPlace {
-  StreamHandle stream = nullptr;
-  std::uint64_t capture = 0;
-
-  static StreamPlace of(StreamHandle stream) { return {stream, capture_of(stream)}; }
-};
-
-/// Orders work as it is enqueued, also on different streams; captured work only within its capture,
-/// because the user decides when the graph runs.
-class StreamOrder {
- public:
-  /// Makes the stream wait for the last recorded work, if that is on another stream.
-  void wait(const StreamPlace& place) const;
-  /// Call it after work was enqueued and `end` recorded after it.
-  void remember(std::shared_ptr<const Event> end, const StreamPlace& place);
-  /// The host waits for all of it but what is captured.
-  void synchronize() const;
-
- private:
-  /// An event that was recorded in a capture is of use there alone.
-  struct Last {
-    std::shared_ptr<const Event> end;
-    StreamHandle stream = nullptr;
-  };
-  Last run_;
-  std::map<std::uint64_t, Last> captured_;  // by capture; the newest ones only
-};
 
 }  // namespace ringcomm::cuda

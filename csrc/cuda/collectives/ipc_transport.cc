@@ -4,21 +4,10 @@
 #include <set>
 #include <stdexcept>
 
-#include "collectives/call.h"
-
 namespace ringcomm::cuda {
 
 constexpr std::size_t kMostPlans = 16;
-constexpr std::uint64_t kAnyCall = ~std::uint64_t{0}, kAnySize = kAnyCall / 2;
-
-std::unique_ptr<IpcTransport> IpcTransport::make(Communicator& communicator, DeviceOrdinal device,
-                                                 const WaitLimits& limits,
-                                                 std::function<void(const std::string&)> report) {
-  const ContextGuard guard(device);
-  const RelaxedCapture relaxed;  // the first call of a group may be one that is captured
-  return std::unique_ptr<IpcTransport>(
-      new IpcTransport(communicator, device, limits, std::move(report)));
-}
+constexpr std::uint64_t kAnyCall = ~std::uint64_t{0};
 
 IpcTransport::IpcTransport(Communicator& communicator, DeviceOrdinal device,
                            const WaitLimits& limits, std::function<void(const std::string&)> report)
@@ -27,13 +16,6 @@ IpcTransport::IpcTransport(Communicator& communicator, DeviceOrdinal device,
       exchange_(communicator, limits_),
       group_(std::make_unique<DeviceGroup>(exchange_, device)),
       kernels_(Kernels::of(device)),
-      copy_in_(kernels_.find("ringcomm_copy_in")),
-      open_(kernels_.find("ringcomm_open")),
-      close_(kernels_.find("ringcomm_close")),
-      copy_out_(kernels_.find("ringcomm_copy_out")),
-      open_messages_(kernels_.find("ringcomm_open_messages")),
-      copy_messages_(kernels_.find("ringcomm_copy_messages")),
-      close_messages_(kernels_.find("ringcomm_close_messages")),
       events_(EventPool::of(device)),
       running_(RunningKernels::of(device)),
       allocations_(exchange_, *group_),
@@ -47,9 +29,7 @@ IpcTransport::~IpcTransport() {
     if (communicator_.failure().has_failed()) watch_.end_waits();
     // A program must not replay graphs of the group later, but replays may be running.
     if (has_captured_) check(driver().ctx_synchronize(), "wait for the GPU");
-    collectives_.synchronize();
-    for (auto& [peer, messages] : messages_) messages.synchronize();
-    running_.forget(this);
+    running_.end(this);
   } catch (const Error&) {
     // The process is ending, and the driver was unloaded before.
   }
@@ -102,7 +82,6 @@ PlannedCall& IpcTransport::plan_call(const Collective& call, const HeaderWords& 
   PlannedCall planned;
   static_cast<GroupFrame&>(planned.call) = frame();
   planned.plan = plan_launch(call, group_->facts().min_multiprocessors, planned.call);
-  planned.kernel = kernels_.find(planned.plan.kernel);
   if (call.op != OpKind::kAllReduce || planned.plan.kind != LaunchKind::kPackets)
     return other_plan_ = std::move(planned);
   if (plans_.size() >= kMostPlans) plans_.clear();
@@ -120,7 +99,7 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
   PlannedCall& planned = plan_call(call, words);
   follow_peers();
   Traffic traffic = planned.plan.traffic;
-  collectives_.wait(place);
+  running_.wait(this, RunningKernels::kCollective, place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
     planned.call.launch = num_launches_;
@@ -129,41 +108,24 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
     record_capture();
   }
   const auto launching = running_.launching();
-  if (planned.plan.kind == LaunchKind::kPackets)
-    kernels_.launch(planned.kernel, planned.plan.num_blocks, planned.call, place.stream);
-  else if (planned.plan.kind == LaunchKind::kShards)
+  if (planned.plan.kind == LaunchKind::kPackets) {
+    kernels_.launch(planned.plan.kernel, planned.plan.num_blocks, planned.call, place.stream);
+  } else if (planned.plan.kind == LaunchKind::kShards) {
     launch_shards(call, planned, place.stream);
-  else
-    launch_in_place(call, planned, traffic, place.stream);
+  } else {
+    InPlaceLaunch launch(call, planned.plan, planned.call);
+    allocations_.find_places(num_calls_, launch.buffers());
+    if (planned.plan.kind == LaunchKind::kInPlace)
+      ++(launch.is_staged() ? traffic.num_staged : traffic.num_in_place);
+    launch.run([&](std::string_view kernel, unsigned num_blocks, KernelCall& kernel_call) {
+      kernels_.launch(kernel, num_blocks, kernel_call, place.stream);
+    });
+  }
   ++num_calls_;
   last_end_ = events_.record(place.stream);
-  collectives_.remember(last_end_, place);
-  if (place.capture == 0) running_.remember(this, RunningKernels::kCollective, last_end_);
+  running_.remember(this, RunningKernels::kCollective, last_end_, place);
   watch_.record_launch();
   return traffic;
-}
-
-// ---- large calls
-
-void IpcTransport::launch_in_place(const Collective& call, PlannedCall& planned, Traffic& traffic,
-                                   StreamHandle stream) {
-  InPlaceLaunch launch(call, planned.plan, planned.call);
-  allocations_.find_places(num_calls_, launch.buffers());
-  if (planned.plan.kind == LaunchKind::kInPlace)
-    ++(launch.is_staged() ? traffic.num_staged : traffic.num_in_place);
-  const unsigned most_blocks = plain_blocks(kAnySize, group_->facts().min_multiprocessors);
-  const struct {
-    Function kernel;
-    unsigned num_blocks;
-  } steps[] = {{copy_in_, most_blocks},
-               {open_, 1},
-               {planned.kernel, planned.plan.num_blocks},
-               {close_, 1},
-               {copy_out_, most_blocks}};
-  launch.run([&](InPlaceLaunch::Step step, KernelCall& kernel_call) {
-    const auto& [kernel, num_blocks] = steps[static_cast<std::size_t>(step)];
-    kernels_.launch(kernel, num_blocks, kernel_call, stream);
-  });
 }
 
 // Replays are not counted, and another rank may make the same calls eagerly.
@@ -197,15 +159,15 @@ void IpcTransport::launch_messages(std::vector<P2pMessage> messages, P2pCall& ca
   const StagingLayout& layout = call.staging.layout;
   while (take_launch(messages, call)) {
     const unsigned num_blocks = std::min((call.num_lanes + 1) / 2, layout.num_blocks);
-    kernels_.launch(open_messages_, num_blocks, call, stream);
+    kernels_.launch("ringcomm_open_messages", num_blocks, call, stream);
     if (!call.has_long) continue;
     std::uint64_t longest = 0;
     for (unsigned m = 0; m < call.first_of_lane[call.num_lanes]; ++m)
       if (!call.messages[m].is_send) longest = std::max(longest, call.messages[m].num_bytes);
     if (longest > 0)
-      kernels_.launch(copy_messages_, plain_blocks(longest, group_->facts().min_multiprocessors),
-                      call, stream);
-    kernels_.launch(close_messages_, num_blocks, call, stream);
+      kernels_.launch("ringcomm_copy_messages",
+                      plain_blocks(longest, group_->facts().min_multiprocessors), call, stream);
+    kernels_.launch("ringcomm_close_messages", num_blocks, call, stream);
   }
 }
 
@@ -234,14 +196,11 @@ void IpcTransport::exchange(const std::vector<P2pMessage>& messages, const Strea
   std::set<int> peers;
   for (const P2pMessage& message : messages) peers.insert(message.peer);
   if (place.capture != 0) record_capture();
-  for (const int peer : peers) messages_[peer].wait(place);
+  for (const int peer : peers) running_.wait(this, peer, place);
   const auto launching = running_.launching();
   launch_messages(messages, call, place.stream);
   last_end_ = events_.record(place.stream);
-  for (const int peer : peers) {
-    messages_[peer].remember(last_end_, place);
-    if (place.capture == 0) running_.remember(this, peer, last_end_);
-  }
+  for (const int peer : peers) running_.remember(this, peer, last_end_, place);
   for (const P2pMessage& message : messages)
     communicator_.stats().count(message.is_send ? OpKind::kSend : OpKind::kRecv,
                                 {.sent_bytes = message.is_send ? message.num_bytes : 0});

@@ -12,9 +12,7 @@
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/device_watch.h"
-#include "cuda/collectives/kernels.h"
 #include "cuda/collectives/peer_allocations.h"
-#include "host/process.h"
 #include "host/wait.h"
 
 namespace ringcomm::cuda {
@@ -22,7 +20,6 @@ namespace ringcomm::cuda {
 /// A collective as it is launched.
 struct PlannedCall {
   LaunchPlan plan;
-  Function kernel = nullptr;
   KernelCall call;
 };
 
@@ -31,11 +28,12 @@ struct PlannedCall {
 /// Calls of a group run in the order in which they are made, also on different streams.
 class IpcTransport final : public DeviceTransport {
  public:
-  /// Collective over the group. Throws Unavailable, Error. `limits` are those of a wait for another
-  /// host. `report` is called from another thread with the error that ended the group.
-  static std::unique_ptr<IpcTransport> make(Communicator& communicator, DeviceOrdinal device,
-                                            const WaitLimits& limits,
-                                            std::function<void(const std::string&)> report);
+  /// Collective over the group, with the device's context current, in a relaxed capture mode: the
+  /// first call of a group may be one that is captured. Throws Unavailable, Error. `limits` are
+  /// those of a wait for another host. `report` is called from another thread with the error that
+  /// ended the group.
+  IpcTransport(Communicator& communicator, DeviceOrdinal device, const WaitLimits& limits,
+               std::function<void(const std::string&)> report);
   /// Waits for what was launched.
   ~IpcTransport() override;
 
@@ -59,16 +57,11 @@ class IpcTransport final : public DeviceTransport {
   }
 
  private:
-  IpcTransport(Communicator& communicator, DeviceOrdinal device, const WaitLimits& limits,
-               std::function<void(const std::string&)> report);
-
   /// The part of the parameters that all kernels share.
   GroupFrame frame() const;
-  /// Valid until the next call of this function. Throws as plan_launch().
+  /// Valid until the next call of this function.
   PlannedCall& plan_call(const Collective& call, const HeaderWords& words);
   void follow_peers();
-  void launch_in_place(const Collective& call, PlannedCall& planned, Traffic& traffic,
-                       StreamHandle stream);
   void launch_shards(const Collective& call, const PlannedCall& planned, StreamHandle stream);
   void launch_messages(std::vector<P2pMessage> messages, P2pCall& call, StreamHandle stream);
   void record_capture();
@@ -78,8 +71,6 @@ class IpcTransport final : public DeviceTransport {
   RecordExchange exchange_;
   std::unique_ptr<DeviceGroup> group_;
   const Kernels& kernels_;
-  Function copy_in_, open_, close_, copy_out_;
-  Function open_messages_, copy_messages_, close_messages_;
   EventPool& events_;
   RunningKernels& running_;
   std::map<HeaderWords, PlannedCall> plans_;  // of all_reduces
@@ -90,8 +81,6 @@ class IpcTransport final : public DeviceTransport {
   std::uint64_t num_calls_ = 0;     // of these, and of those that graphs have captured
   bool has_captured_ = false;
   std::shared_ptr<const Event> last_end_;
-  StreamOrder collectives_;
-  std::map<int, StreamOrder> messages_;  // with each peer
 };
 
 }  // namespace ringcomm::cuda

@@ -2,14 +2,60 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 
-#include "collectives/call.h"
 #include "core/chunk_layout.h"
 #include "cuda/kernels/packets.h"
 #include "kernels/updates/update_op.h"
 
 namespace ringcomm::cuda {
+
+// ---- the staging of a group
+
+namespace {
+
+constexpr int kMaxBlocks = 32;
+// Data of packets from all ranks together, in each of two rounds and of two calls.
+constexpr std::size_t kPacketBytes = std::size_t{1} << 20;
+constexpr std::uint32_t kRingSlotBytes = 64 << 10;
+constexpr std::uint32_t kLinkSlotBytes = (16 << 10) + sizeof(Letter);
+constexpr std::uint64_t kUnitBytes = std::uint64_t{2} << 20;
+constexpr std::uint64_t kMaxScratchBytes = std::uint64_t{64} << 20;
+constexpr std::uint64_t kShareOfScratch = 64;  // of a device's free memory, for all of its ranks
+
+}  // namespace
+
+int share_of_waiting_blocks(int num_multiprocessors, int num_ranks) {
+  return std::max(1, num_multiprocessors * 7 / 8 / num_ranks);
+}
+
+int waiting_blocks_of_group(const DeviceFacts& facts) {
+  const int share = share_of_waiting_blocks(facts.min_multiprocessors, facts.max_ranks_per_device);
+  return std::clamp(std::min(facts.free_blocks, share) * 3 / 4, 1, kMaxBlocks);
+}
+
+bool has_room_for_messages(const DeviceFacts& facts) {
+  return facts.max_ranks_per_device * (facts.world_size - 1) <= facts.min_multiprocessors ||
+         facts.world_size <= 2;
+}
+
+StagingLayout make_staging_layout(const DeviceFacts& facts) {
+  StagingLayout layout;
+  layout.world_size = static_cast<std::uint32_t>(facts.world_size);
+  layout.num_blocks = static_cast<std::uint32_t>(waiting_blocks_of_group(facts));
+  const std::size_t words_per_rank = 2 * kPacketBytes / kWordBytes / layout.world_size;
+  // An even number: half of them for each round.
+  layout.packets_per_block =
+      kHeaderPackets +
+      static_cast<std::uint32_t>(num_slices(words_per_rank / 2, layout.num_blocks)) * 2;
+  layout.ring_slot_bytes = kRingSlotBytes;
+  layout.link_slot_bytes = kLinkSlotBytes;
+  const std::uint64_t share =
+      facts.free_bytes / kShareOfScratch / static_cast<std::uint64_t>(facts.max_ranks_per_device);
+  layout.scratch_bytes = std::clamp(share / kUnitBytes * kUnitBytes, kUnitBytes, kMaxScratchBytes);
+  return layout;
+}
+
+// ---- headers
 
 namespace {
 
@@ -39,7 +85,10 @@ std::uint64_t digest_of_shards(const Collective& call, int world_size) {
 
 }  // namespace
 
-HeaderWords to_words(const CallHeader& header) {
+HeaderWords compared_words(const Collective& call, int world_size) {
+  CallHeader header = call;
+  if (has_private_sizes(call.op)) header = without_sizes(header);
+  if (header.is_uneven) header.num_elems = digest_of_shards(call, world_size);
   HeaderWords words = {};
   auto* to = reinterpret_cast<char*>(words.data());
   std::memcpy(to, reinterpret_cast<const char*>(&header) + kFirst, kFirstBytes);
@@ -47,15 +96,9 @@ HeaderWords to_words(const CallHeader& header) {
   return words;
 }
 
-HeaderWords compared_words(const Collective& call, int world_size) {
-  CallHeader header = call;
-  if (has_private_sizes(call.op)) header = without_sizes(header);
-  if (header.is_uneven) header.num_elems = digest_of_shards(call, world_size);
-  return to_words(header);
-}
-
-CallHeader from_words(const std::uint32_t* words) {
+CallHeader from_words(const std::uint32_t* words, std::uint64_t number) {
   CallHeader header;
+  header.seq = number;
   const auto* from = reinterpret_cast<const char*>(words);
   std::memcpy(reinterpret_cast<char*>(&header) + kFirst, from, kFirstBytes);
   std::memcpy(&header.update, from + kFirstBytes, sizeof header.update);
@@ -80,13 +123,16 @@ std::size_t capacity(const StagingLayout& layout, int num_rounds) {
   return words / static_cast<std::size_t>(num_rounds) * layout.num_blocks * kWordBytes;
 }
 
+// Of an all_reduce in two rounds, at most.
+std::size_t part_bytes(const StagingLayout& layout, std::size_t num_bytes) {
+  return num_slices(num_slices(num_bytes, kWordBytes), layout.world_size) * kWordBytes;
+}
+
 bool fits_one_round(const StagingLayout& layout, std::size_t num_bytes) {
   return num_bytes <= std::min(kMostPacketBytes, capacity(layout, 1));
 }
 bool fits_two_rounds(const StagingLayout& layout, std::size_t num_bytes) {
-  const std::size_t part_bytes =
-      num_slices(num_slices(num_bytes, kWordBytes), layout.world_size) * kWordBytes;
-  return num_bytes <= kMostPacketBytes && part_bytes <= capacity(layout, 2);
+  return num_bytes <= kMostPacketBytes && part_bytes(layout, num_bytes) <= capacity(layout, 2);
 }
 
 }  // namespace
@@ -129,28 +175,6 @@ ElemRange part_of_rank(const Collective& call, int rank, int world_size) {
   }
   if (call.op == kReduceScatter) return {0, call.input_shard(rank)};
   return {0, rank == call.root ? call.num_elems : 0};
-}
-
-void fill_parts(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  const std::size_t input_bytes = element_bytes(call.dtype);
-  const std::size_t output_bytes = call.output_element_bytes();
-  const int own = kernel_call.rank;
-  kernel_call.num_elems = part_of_rank(call, own, kernel_call.world_size).num_elems;
-  kernel_call.num_outputs =
-      gathers(call.op) ? static_cast<std::uint32_t>(kernel_call.world_size) : 1;
-  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
-    const ElemRange part = part_of_rank(call, rank, kernel_call.world_size);
-    const void* input = call.inputs[call.op == kReduceScatter ? rank : 0];
-    kernel_call.inputs[rank] = at(input, part.begin_elems, input_bytes);
-    kernel_call.input_bytes[rank] = part.num_elems * input_bytes;
-    if (rank != own) plan.traffic.sent_bytes += part.num_elems * input_bytes;
-    if (!gathers(call.op) && rank != own) continue;
-    kernel_call.outputs[rank] = at(call.outputs[0], part.begin_elems, output_bytes);
-    kernel_call.output_bytes[rank] = part.num_elems * output_bytes;
-    if (gathers(call.op) && rank == own)
-      plan.traffic.sent_bytes +=
-          part.num_elems * output_bytes * static_cast<std::size_t>(kernel_call.world_size - 1);
-  }
 }
 
 void fill_shards(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
@@ -205,17 +229,29 @@ unsigned blocks_for(std::uint64_t num_bytes, unsigned most) {
 
 void plan_reduction(const Collective& call, int num_multiprocessors, KernelCall& kernel_call,
                     LaunchPlan& plan) {
-  fill_parts(call, kernel_call, plan);
+  const std::size_t input_bytes = element_bytes(call.dtype);
+  const std::size_t output_bytes = call.output_element_bytes();
+  const int own = kernel_call.rank;
+  const auto num_ranks = static_cast<std::uint32_t>(kernel_call.world_size);
+  kernel_call.num_outputs = gathers(call.op) ? num_ranks : 1;
   std::uint64_t longest = 0;
-  for (int rank = 0; rank < kernel_call.world_size; ++rank)
-    longest = std::max<std::uint64_t>(longest,
-                                      part_of_rank(call, rank, kernel_call.world_size).num_elems);
+  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
+    const ElemRange part = part_of_rank(call, rank, kernel_call.world_size);
+    const void* input = call.inputs[call.op == kReduceScatter ? rank : 0];
+    longest = std::max<std::uint64_t>(longest, part.num_elems);
+    if (rank == own) kernel_call.num_elems = part.num_elems;
+    kernel_call.inputs[rank] = at(input, part.begin_elems, input_bytes);
+    kernel_call.input_bytes[rank] = part.num_elems * input_bytes;
+    if (rank != own) plan.traffic.sent_bytes += kernel_call.input_bytes[rank];
+    if (!gathers(call.op) && rank != own) continue;
+    kernel_call.outputs[rank] = at(call.outputs[0], part.begin_elems, output_bytes);
+    kernel_call.output_bytes[rank] = part.num_elems * output_bytes;
+  }
+  plan.traffic.sent_bytes += kernel_call.output_bytes[own] * (kernel_call.num_outputs - 1);
   cut(call, kernel_call, longest, plan);
-  const bool is_update = call.op == kReduceUpdateGather;
-  plan.num_blocks = blocks_for(
-      kernel_call.num_elems * kernel_call.input_unit *
-          static_cast<std::size_t>(kernel_call.world_size),
-      (is_update ? kUpdateBlocks : kPlainBlocks) * static_cast<unsigned>(num_multiprocessors));
+  const unsigned blocks = call.op == kReduceUpdateGather ? kUpdateBlocks : kPlainBlocks;
+  plan.num_blocks = blocks_for(kernel_call.input_bytes[own] * num_ranks,
+                               blocks * static_cast<unsigned>(num_multiprocessors));
 }
 
 void plan_move(const Collective& call, int num_multiprocessors, KernelCall& kernel_call,
@@ -251,16 +287,14 @@ void plan_all_reduce(const Collective& call, int num_multiprocessors, KernelCall
   kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
   kernel_call.input_bytes[0] = call.num_bytes();
   const auto others = static_cast<std::size_t>(kernel_call.world_size - 1);
-  const std::size_t part_bytes =
-      num_slices(num_slices(call.num_bytes(), kWordBytes), layout.world_size) * kWordBytes;
   if (call.algorithm == Algorithm::kOneShot) {
     plan.kernel = "ringcomm_one_shot_" + suffix;
     plan_packets(call.num_bytes(), kernel_call, plan);
     plan.traffic.sent_bytes = others * call.num_bytes();
   } else if (is_short) {
     plan.kernel = "ringcomm_two_rounds_" + suffix;
-    plan_packets(part_bytes, kernel_call, plan);
-    plan.traffic.sent_bytes = 2 * others * part_bytes;
+    plan_packets(part_bytes(layout, call.num_bytes()), kernel_call, plan);
+    plan.traffic.sent_bytes = 2 * others * part_bytes(layout, call.num_bytes());
   } else {
     plan.kernel = "ringcomm_ring_" + suffix;
     plan.kind = LaunchKind::kRing;
@@ -303,9 +337,7 @@ LaunchPlan plan_launch(const Collective& call, int num_multiprocessors, KernelCa
   kernel_call.reduction = call.reduction;
   kernel_call.divisor = divisor_of(call, kernel_call.world_size);
   plan.traffic.algorithm = call.algorithm;
-  if (call.dtype == DType::kSoftmaxStats)
-    throw std::invalid_argument(std::string("there is no kernel for ") + name_of(call.op) + " of " +
-                                name_of(call.dtype));
+  plan.copy_blocks = kPlainBlocks * static_cast<unsigned>(num_multiprocessors);
   // float64, integers and booleans share a kernel.
   const bool has_own = call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16 ||
                        call.dtype == DType::kFloat32;
@@ -348,6 +380,7 @@ LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param
   kernel_call.num_elems = num_elems;
   kernel_call.inputs[0] = static_cast<const std::byte*>(grad);
   kernel_call.outputs[0] = static_cast<std::byte*>(param);
+  kernel_call.num_outputs = 1;
   fill_update(call, kernel_call, plan);
   plan.num_blocks = blocks_for(num_elems * element_bytes(call.dtype), 1024);
   return plan;
@@ -376,70 +409,6 @@ bool writes_inputs(const Collective& call, const KernelCall& kernel_call) {
         return true;
     }
   return false;
-}
-
-// ---- messages
-
-namespace {
-
-// The lane of messages to one rank, or from one.
-int lane_of(const P2pMessage& message) { return 2 * message.peer + (message.is_send ? 0 : 1); }
-
-}  // namespace
-
-void check_batch(const std::vector<P2pMessage>& messages) {
-  if (messages.size() > P2pCall::kMaxMessages)
-    throw std::invalid_argument("a batch of sends and receives on a GPU must have at most " +
-                                std::to_string(P2pCall::kMaxMessages) + ", got " +
-                                std::to_string(messages.size()) + "; split it");
-}
-
-bool take_launch(std::vector<P2pMessage>& messages, P2pCall& call) {
-  if (messages.empty()) return false;
-  std::stable_sort(messages.begin(), messages.end(), [](const P2pMessage& a, const P2pMessage& b) {
-    return lane_of(a) < lane_of(b);
-  });
-  std::vector<P2pMessage> later;
-  std::uint8_t num = 0;
-  call.num_lanes = 0;
-  call.has_long = false;
-  int lane = -1;
-  unsigned num_long = 0;  // of the lane
-  for (const P2pMessage& message : messages) {
-    if (lane_of(message) != lane) {
-      lane = lane_of(message);
-      num_long = 0;
-      call.first_of_lane[call.num_lanes++] = num;
-    }
-    num_long += call.is_long(message) ? 1 : 0;
-    if (num_long > LinkWords::kMostLong) {
-      later.push_back(message);
-      continue;
-    }
-    call.has_long = call.has_long || num_long > 0;
-    call.messages[num++] = message;
-  }
-  call.first_of_lane[call.num_lanes] = num;
-  messages = std::move(later);
-  return true;
-}
-
-std::vector<P2pMessage> shards_of(const Collective& call, const KernelCall& kernel_call) {
-  std::vector<P2pMessage> messages;
-  const int own = kernel_call.rank;
-  // What identifies the call, without sizes.
-  const auto tag = static_cast<std::int32_t>(kernel_call.header_digest >> 33);
-  for (int peer = 0; peer < kernel_call.world_size; ++peer) {
-    if (peer == own) continue;
-    const auto peer_idx = static_cast<std::int16_t>(peer);
-    if (part_given(call, own, peer))
-      messages.push_back({const_cast<std::byte*>(kernel_call.inputs[peer]),
-                          kernel_call.input_bytes[peer], tag, peer_idx, true});
-    if (part_taken(call, own, peer))
-      messages.push_back(
-          {kernel_call.outputs[peer], kernel_call.output_bytes[peer], tag, peer_idx, false});
-  }
-  return messages;
 }
 
 }  // namespace ringcomm::cuda

@@ -1,7 +1,6 @@
 #include "cuda/collectives/peer_allocations.h"
 
 #include <algorithm>
-#include <cstring>
 #include <set>
 #include <thread>
 #include <utility>
@@ -114,10 +113,9 @@ Place PeerAllocations::place_of(const Allocation& allocation, std::uint64_t numb
 
 void PeerAllocations::write_base(std::size_t row, int rank, std::byte* base) {
   const auto world_size = static_cast<std::size_t>(world_size_);
-  const MappedHostMemory& words = group_.words_for_copies();
-  std::memcpy(words.host(), &base, sizeof base);
+  group_.control().copied = reinterpret_cast<std::uintptr_t>(base);
   copy_and_wait(bases_.data() + (row * world_size + static_cast<std::size_t>(rank)) * sizeof base,
-                words.device(), sizeof base, "tell kernels of shared memory");
+                &group_.control_on_device()->copied, sizeof base, "tell kernels of shared memory");
 }
 
 std::size_t PeerAllocations::find(std::uint64_t id) const {
@@ -207,11 +205,8 @@ void PeerAllocations::for_news(bool exist, const Body& body) {
 void PeerAllocations::follow(std::uint64_t call, bool may_unmap) {
   const std::lock_guard lock(mutex_);
   num_followed_ = group_.words().num_announced;
-  has_postponed_ = false;
-  if (may_unmap)
-    unmap_retired();
-  else
-    has_postponed_ = has_retired();
+  if (may_unmap) unmap_retired();
+  has_postponed_ = has_retired();
   for_news(true, [&](int rank, std::size_t row) { map(rank, row, call); });
   for (const std::byte* data : std::exchange(wanted_, {})) announce(data);
 }
@@ -244,7 +239,7 @@ void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call) {
   try {
     if (place.process != own.process) {
       theirs.mapping = mappings_.map(source.allocation);
-      base = theirs.mapping->data();
+      base = theirs.mapping->data;
     } else if (place.device == own.device) {
       base = reinterpret_cast<std::byte*>(source.allocation.base);
     }  // or else threads would need the peer access of two contexts

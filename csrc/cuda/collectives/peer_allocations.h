@@ -9,7 +9,7 @@
 
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/events.h"
-#include "cuda/collectives/in_place.h"
+#include "cuda/collectives/launches.h"
 #include "cuda/driver/device_memory.h"
 
 namespace ringcomm::cuda {

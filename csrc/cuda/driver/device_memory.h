@@ -86,14 +86,9 @@ struct PeerAllocation {
 class PeerMappings : public PerDevice<PeerMappings> {
  public:
   /// One allocation. It is unmapped with its last owner, unless it was before.
-  class Mapping {
-   public:
-    std::byte* data() const { return data_; }
-
-   private:
-    friend class PeerMappings;
-    std::byte* data_ = nullptr;
-    std::optional<DeviceMemory> memory_;
+  struct Mapping {
+    std::byte* data = nullptr;
+    std::optional<DeviceMemory> memory;  ///< unmap()'s
   };
 
   /// Maps it, or finds the mapping that another group has. Throws Error if the driver refuses, as

@@ -159,8 +159,6 @@ enum CaptureMode : int { kCaptureRelaxed = 2 };
   X(event_synchronize, "cuEventSynchronize", (EventHandle))                                      \
   X(module_load_data, "cuModuleLoadData", (Module*, const void* image))                          \
   X(module_get_function, "cuModuleGetFunction", (Function*, Module, const char* name))           \
-  X(occupancy_max_active_blocks, "cuOccupancyMaxActiveBlocksPerMultiprocessor",                  \
-    (int* num_blocks, Function, int block_threads, std::size_t shared_bytes))                    \
   X(launch_kernel, "cuLaunchKernel",                                                             \
     (Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,              \
      unsigned block_y, unsigned block_z, unsigned shared_bytes, StreamHandle, void** parameters, \

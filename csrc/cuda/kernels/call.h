@@ -31,9 +31,9 @@ struct GroupFrame {
     const std::uint64_t offset = place & ((Place{1} << kPlaceOffsetBits) - 1);
     if (row == kScratchRow) return staging.scratch(owner) + offset;
     if (row == 0 || bases == nullptr) return nullptr;
-    return bases[(row - 1) * static_cast<std::uint64_t>(world_size) +
-                 static_cast<std::uint64_t>(owner)] +
-           offset;
+    const std::uint64_t idx =
+        (row - 1) * static_cast<std::uint64_t>(world_size) + static_cast<std::uint64_t>(owner);
+    return load_pack<Cached::kYes, std::byte*>(bases + idx) + offset;
   }
 };
 

@@ -14,14 +14,11 @@ namespace ringcomm::cuda {
 class GpuBlock {
  public:
   // In memory that the threads of a block share.
-  struct Clock {
+  struct Shared {
     volatile std::uint32_t began;  ///< to wait; 0: not yet
     volatile std::uint32_t asked;
     volatile std::uint32_t stop;  ///< the value that a thread received
-  };
-  struct Shared {
-    Clock clock;
-    std::uint32_t answers[2];  ///< in turn: a thread that has not read one never sees the next
+    std::uint32_t answers[2];     ///< in turn: a thread that has not read one never sees the next
     std::uint32_t agreed;
     volatile std::int32_t awaited_peer;
     Tables tables;
@@ -29,9 +26,9 @@ class GpuBlock {
 
   __device__ GpuBlock(const GroupFrame& call, Shared& shared) : call_(call), shared_(shared) {
     if (threadIdx.x == 0) {
-      shared.clock.began = 0;
-      shared.clock.asked = 0;
-      shared.clock.stop = 0;
+      shared.began = 0;
+      shared.asked = 0;
+      shared.stop = 0;
       shared.awaited_peer = -1;
     }
     sync();
@@ -124,21 +121,20 @@ class GpuBlock {
 
   /// Asks now and then whether to go on. The answer to one thread is valid for all of the block.
   __device__ WaitStatus stopped(int peer) {
-    Clock& clock = shared_.clock;
-    if (clock.stop != 0) return static_cast<WaitStatus>(clock.stop);
+    if (shared_.stop != 0) return static_cast<WaitStatus>(shared_.stop);
     std::uint64_t now_ns;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now_ns));
     const std::uint32_t now = static_cast<std::uint32_t>(now_ns >> kTickBits) | 1;
-    if (clock.began == 0) clock.began = clock.asked = now;
-    if (now - clock.asked < kAskEveryTicks) return WaitStatus::kNone;
-    clock.asked = now;
+    if (shared_.began == 0) shared_.began = shared_.asked = now;
+    if (now - shared_.asked < kAskEveryTicks) return WaitStatus::kNone;
+    shared_.asked = now;
     WaitStatus stop = WaitStatus::kNone;
     if (ask(peer, now))
       stop = WaitStatus::kAborted;
-    else if (std::uint64_t{now - clock.began} << kTickBits > call_.timeout_ns)
+    else if (std::uint64_t{now - shared_.began} << kTickBits > call_.timeout_ns)
       stop = WaitStatus::kTimeout;
     if (stop != WaitStatus::kNone) {
-      clock.stop = static_cast<std::uint32_t>(stop);
+      shared_.stop = static_cast<std::uint32_t>(stop);
       record_awaited(peer);
     }
     return stop;

@@ -35,8 +35,7 @@
   X(ringcomm_move, KernelCall, (move_in_place))                                             \
   X(ringcomm_copy_in, KernelCall, (copy_in))                                                \
   X(ringcomm_copy_out, KernelCall, (copy_out))                                              \
-  X(ringcomm_copy_messages, P2pCall, (copy_messages))                                       \
-  X(ringcomm_where, KernelCall, (where))
+  X(ringcomm_copy_messages, P2pCall, (copy_messages))
 
 /// For each optimizer's step: the gradients' type and the parameters' type.
 #define RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, param, Param) \

@@ -38,15 +38,6 @@ RINGCOMM_HD inline void end_of_loads() {
 #endif
 }
 
-/// The upper half of a product.
-RINGCOMM_HD inline std::uint32_t product_high(std::uint32_t a, std::uint32_t b) {
-#ifdef __CUDA_ARCH__
-  return __umulhi(a, b);
-#else
-  return static_cast<std::uint32_t>((std::uint64_t{a} * b) >> 32);
-#endif
-}
-
 #ifdef __CUDA_ARCH__
 // Zero first: otherwise the register would have to keep its old value through the loops.
 #define RINGCOMM_LOAD_VECTOR(load, v, from, is_wanted)                             \
@@ -88,20 +79,29 @@ RINGCOMM_HD inline std::uint32_t product_high(std::uint32_t a, std::uint32_t b) 
                : "memory")
 #endif
 
-/// What is at `from`, of any size that one instruction moves, if it `is_wanted`, else zeros. The
-/// compiler does not know that the pointers, which it reads from memory, are global; each access
-/// states it.
+/// The vectors that hold a pack.
+template <class P>
+inline constexpr std::size_t kVectorsOf = (sizeof(P) + sizeof(Vector) - 1) / sizeof(Vector);
+
+/// What is at `from`, if it `is_wanted`, else zeros: of a size that one instruction moves, or of
+/// several vectors. The compiler does not know that the pointers, which it reads from memory, are
+/// global; each access states it.
 template <Cached kCached, class P>
 RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
   P pack;
 #ifdef __CUDA_ARCH__
-  Vector v = {};
-  std::uint32_t (&words)[4] = v.words;
-  if constexpr (sizeof(P) == 16 && kCached == Cached::kYes)
-    RINGCOMM_LOAD_VECTOR("ld.global", v, from, is_wanted);
-  else if constexpr (sizeof(P) == 16)
-    RINGCOMM_LOAD_VECTOR("ld.global.cs", v, from, is_wanted);
-  else if constexpr (sizeof(P) == 8)
+  Vector vectors[kVectorsOf<P>] = {};
+  std::uint32_t (&words)[4] = vectors[0].words;
+  if constexpr (sizeof(P) >= sizeof(Vector)) {
+    RINGCOMM_UNROLL
+    for (std::size_t i = 0; i < kVectorsOf<P>; ++i) {
+      const void* const part = static_cast<const Vector*>(from) + i;
+      if constexpr (kCached == Cached::kYes)
+        RINGCOMM_LOAD_VECTOR("ld.global", vectors[i], part, is_wanted);
+      else
+        RINGCOMM_LOAD_VECTOR("ld.global.cs", vectors[i], part, is_wanted);
+    }
+  } else if constexpr (sizeof(P) == 8)
     RINGCOMM_LOAD_TWO_WORDS(words, from, is_wanted);
   else if constexpr (sizeof(P) == 4)
     RINGCOMM_LOAD_WORD("u32", words[0], from, is_wanted);
@@ -109,10 +109,10 @@ RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
     RINGCOMM_LOAD_WORD("u16", words[0], from, is_wanted);
   else
     RINGCOMM_LOAD_WORD("u8", words[0], from, is_wanted);
-  __builtin_memcpy(&pack, words, sizeof pack);
+  __builtin_memcpy(&pack, vectors, sizeof pack);
 #else
   __builtin_memset(&pack, 0, sizeof pack);
-  if (is_wanted) pack = *static_cast<const P*>(from);
+  if (is_wanted) __builtin_memcpy(&pack, from, sizeof pack);
 #endif
   return pack;
 }
@@ -120,14 +120,19 @@ RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
 template <Cached kCached, class P>
 RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted = true) {
 #ifdef __CUDA_ARCH__
-  Vector v = {};
-  std::uint32_t (&words)[4] = v.words;
-  __builtin_memcpy(words, &pack, sizeof pack);
-  if constexpr (sizeof(P) == 16 && kCached == Cached::kYes)
-    RINGCOMM_STORE_VECTOR("st.global", v, to, is_wanted);
-  else if constexpr (sizeof(P) == 16)
-    RINGCOMM_STORE_VECTOR("st.global.cs", v, to, is_wanted);
-  else if constexpr (sizeof(P) == 8)
+  Vector vectors[kVectorsOf<P>] = {};
+  std::uint32_t (&words)[4] = vectors[0].words;
+  __builtin_memcpy(vectors, &pack, sizeof pack);
+  if constexpr (sizeof(P) >= sizeof(Vector)) {
+    RINGCOMM_UNROLL
+    for (std::size_t i = 0; i < kVectorsOf<P>; ++i) {
+      void* const part = static_cast<Vector*>(to) + i;
+      if constexpr (kCached == Cached::kYes)
+        RINGCOMM_STORE_VECTOR("st.global", vectors[i], part, is_wanted);
+      else
+        RINGCOMM_STORE_VECTOR("st.global.cs", vectors[i], part, is_wanted);
+    }
+  } else if constexpr (sizeof(P) == 8)
     RINGCOMM_STORE_TWO_WORDS(words, to, is_wanted);
   else if constexpr (sizeof(P) == 4)
     RINGCOMM_STORE_WORD("u32", words[0], to, is_wanted);
@@ -136,7 +141,7 @@ RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted = tru
   else
     RINGCOMM_STORE_WORD("u8", words[0], to, is_wanted);
 #else
-  if (is_wanted) *static_cast<P*>(to) = pack;
+  if (is_wanted) __builtin_memcpy(to, &pack, sizeof pack);
 #endif
 }
 

@@ -37,8 +37,8 @@ class Exchange {
       has_more = false;
       RINGCOMM_ROLLED
       for (int i = 0; i < num_lanes(); ++i) {
-        const LaneState lane = lane_at(i);  // all threads have read it before one writes
-        block_.sync();
+        // All threads have read it when one writes: handing a slot over has a barrier.
+        const LaneState lane = lane_at(i);
         if (lane.can_go_on != 0)
           if (stop = go_on(i, lane); stop != WaitStatus::kNone) return stop;
         has_more = has_more || lane.message < end_of(i);
@@ -56,10 +56,9 @@ class Exchange {
     RINGCOMM_ROLLED
     for (int i = 0; i < num_lanes(); ++i) {
       if (last_of(i).is_send) continue;
-      const std::uint32_t num_read = num_announced(i);
-      if (num_read == 0) continue;
       LinkWords& mine = words(last_of(i));
-      const std::uint64_t all = mine.num_read + num_read;
+      const std::uint64_t all = mine.num_found;
+      if (all == mine.num_read) continue;
       // Threads read before the barrier of the publication, and one writes after it.
       advance(block_, call_.staging.link_words(call_.use, last_of(i).peer, call_.rank).read, all);
       if (block_.thread_idx() == 0) mine.num_read = all;
@@ -114,20 +113,10 @@ class Exchange {
     deal(block_, num_lanes(), [&](int i) { is_open(last_of(i)) = value; });
   }
 
-  RINGCOMM_HD std::uint32_t num_announced(int i) const {
-    std::uint32_t num_long = 0, num = 0;
-    RINGCOMM_ROLLED
-    for (unsigned m = call_.first_of_lane[lane_idx(i)]; m < end_of(i); ++m)
-      if (call_.is_long(call_.messages[m]) && words(last_of(i)).sources[num_long++] != nullptr)
-        ++num;
-    return num;
-  }
-
   RINGCOMM_HD WaitStatus claim_all() {
     WaitStatus stop = WaitStatus::kNone;
     deal(block_, num_lanes(), [&](int i) {
-      LinkWords& of_lane = words(last_of(i));
-      if (!block_.claim(last_of(i).is_send ? of_lane.is_sending : of_lane.is_receiving)) {
+      if (!block_.claim(words(last_of(i)).is_used[last_of(i).is_send ? 1 : 0])) {
         tell_alone(block_, call_, kOverlap, call_.rank, NoWords());
         stop = WaitStatus::kAborted;
       }
@@ -136,10 +125,8 @@ class Exchange {
   }
   RINGCOMM_HD void end_claims() {
     block_.sync();
-    deal(block_, num_lanes(), [&](int i) {
-      LinkWords& of_lane = words(last_of(i));
-      block_.unclaim(last_of(i).is_send ? of_lane.is_sending : of_lane.is_receiving);
-    });
+    deal(block_, num_lanes(),
+         [&](int i) { block_.unclaim(words(last_of(i)).is_used[last_of(i).is_send ? 1 : 0]); });
   }
 
   /// Sets can_go_on of each lane.
@@ -224,9 +211,11 @@ class Exchange {
       return WaitStatus::kAborted;
     }
     is_announced = letter.place != 0;
-    if (block_.thread_idx() == 0 && call_.is_long(message))
+    if (block_.thread_idx() == 0 && call_.is_long(message)) {
       words(message).sources[lane.num_long] =
           is_announced ? call_.find(letter.place, message.peer) : nullptr;
+      words(message).num_found += is_announced ? 1 : 0;
+    }
     if (!is_announced)
       copy_by_threads<Cached::kYes, Cached::kNo>(block_, message.data + lane.done_bytes,
                                                  slot + sizeof(Letter), num_bytes);

@@ -20,21 +20,6 @@ enum class PacketShape : std::uint8_t {
   kMove        ///< shards that are not reduced
 };
 
-/// Waits for one packet; each thread for its own.
-template <Block B>
-RINGCOMM_HD WaitStatus await_packet(B& block, const Packet& packet, std::uint32_t flag, int peer,
-                                    std::uint64_t& data) {
-  constexpr int kLooks = 1000;  // between two questions of whether to go on: they go to the host
-  for (;;) {
-    RINGCOMM_ROLLED
-    for (int i = 0; i < kLooks; ++i) {
-      if (take_packet(block, packet, flag, data)) return WaitStatus::kNone;
-      block.pause();
-    }
-    if (const WaitStatus stop = block.stopped(peer); stop != WaitStatus::kNone) return stop;
-  }
-}
-
 /// A block's part: words from block_idx * words_per_block on of each shard.
 template <PacketShape kShape, class Reducer, Block B>
 class Packets {
@@ -75,24 +60,19 @@ class Packets {
     std::uint64_t num_bytes;  ///< of the array
     std::uint32_t first, num;
   };
-  RINGCOMM_HD Words words_of(std::uint64_t num_bytes, std::uint32_t begin,
-                             std::uint32_t end) const {
-    const auto all = static_cast<std::uint32_t>((num_bytes + kWordBytes - 1) / kWordBytes);
-    const std::uint32_t limit = end < all ? end : all;
-    const std::uint32_t left = begin < limit ? limit - begin : 0;
-    return {num_bytes, begin, left < call_.words_per_block ? left : call_.words_per_block};
-  }
   /// What `owner` reduces, or gets, of a rank's data of so many bytes.
   RINGCOMM_HD Words words_for(int owner, std::uint64_t num_bytes) const {
-    std::uint32_t part_begin = 0, part_end = ~0u;
+    auto end = static_cast<std::uint32_t>((num_bytes + kWordBytes - 1) / kWordBytes);
+    std::uint32_t begin = begin_;
     if constexpr (kShape == PacketShape::kTwoRounds) {
-      const auto all = static_cast<std::uint32_t>((num_bytes + kWordBytes - 1) / kWordBytes);
       const auto num_ranks = static_cast<std::uint32_t>(call_.world_size);
-      const std::uint32_t part_words = (all + num_ranks - 1) / num_ranks;
-      part_begin = static_cast<std::uint32_t>(owner) * part_words;
-      part_end = part_begin + part_words;
+      const std::uint32_t part_words = (end + num_ranks - 1) / num_ranks;
+      const std::uint32_t part_begin = static_cast<std::uint32_t>(owner) * part_words;
+      if (part_begin + part_words < end) end = part_begin + part_words;
+      begin += part_begin;
     }
-    return words_of(num_bytes, part_begin + begin_, part_end);
+    const std::uint32_t left = begin < end ? end - begin : 0;
+    return {num_bytes, begin, left < call_.words_per_block ? left : call_.words_per_block};
   }
   RINGCOMM_HD const std::byte* input(int to) const { return call_.inputs[kIsOneBuffer ? 0 : to]; }
   /// What of this rank's data `to` reduces, or gets.
@@ -127,22 +107,17 @@ class Packets {
     RINGCOMM_ROLLED
     for (std::uint32_t i = block_.thread_idx(); i < kHeaderPackets + call_.words_per_block;
          i += block_.num_threads()) {
-      std::uint64_t data = 0;
-      if (i < kHeaderPackets) {
-        data = header_data(i);
-      } else if constexpr (kShape == PacketShape::kOneRound) {
-        const Words words = sent(0);
-        if (i - kHeaderPackets >= words.num) break;
-        data = load_word(call_.inputs[0], words.first + i - kHeaderPackets, words.num_bytes);
-      }
+      std::uint64_t data = i < kHeaderPackets ? header_data(i) : 0;
+      const auto load = [&](int to) {  // false where `to` gets no packet
+        if (i < kHeaderPackets) return true;
+        const Words words = sent(to);
+        const std::uint32_t word = i - kHeaderPackets;
+        if (word < words.num) data = load_word(input(to), words.first + word, words.num_bytes);
+        return word < words.num;
+      };
+      if (kShape == PacketShape::kOneRound && !load(0)) break;
       for_peers([&](int peer) {
-        if constexpr (kShape != PacketShape::kOneRound) {
-          if (i >= kHeaderPackets) {
-            const Words words = sent(peer);
-            if (i - kHeaderPackets >= words.num) return;
-            data = load_word(input(peer), words.first + i - kHeaderPackets, words.num_bytes);
-          }
-        }
+        if (kShape != PacketShape::kOneRound && !load(peer)) return;
         put_packet(block_, places(peer, call_.rank)[i], data, flag_);
       });
     }
@@ -150,56 +125,60 @@ class Packets {
 
   /// A thread that finds a different call reports it to the host at once, which ends the other
   /// threads' waits for data that may never arrive.
-  RINGCOMM_HD WaitStatus compare_digest(int rank) {
-    if (rank == call_.rank) return WaitStatus::kNone;
-    const Packet* packets = places(call_.rank, rank);
-    std::uint64_t data = 0;
-    const WaitStatus stop = await_packet(block_, packets[0], flag_, rank, data);
-    if (stop != WaitStatus::kNone || data == call_.header_digest) return stop;
-    tell_alone(block_, call_, kMismatch, rank, [&](int word) {
-      std::uint64_t words = 0;
-      const WaitStatus is_late = await_packet(block_, packets[1 + word / 2], flag_, rank, words);
-      return is_late == WaitStatus::kNone ? static_cast<std::uint32_t>(words >> (word % 2 * 32))
-                                          : 0;
-    });
-    return WaitStatus::kAborted;
-  }
-  /// Those of this thread. The last threads compare them: in short calls they have no data.
+  /// The last threads compare digests: in short calls they have no data.
   RINGCOMM_HD WaitStatus compare_digests() {
-    WaitStatus stop = WaitStatus::kNone;
     RINGCOMM_ROLLED
     for (auto rank = static_cast<int>(block_.num_threads() - 1 - block_.thread_idx());
-         rank < call_.world_size && stop == WaitStatus::kNone;
-         rank += static_cast<int>(block_.num_threads()))
-      stop = compare_digest(rank);
-    return stop;
+         rank < call_.world_size; rank += static_cast<int>(block_.num_threads())) {
+      std::uint64_t data = call_.header_digest;
+      if (rank != call_.rank)
+        if (const WaitStatus stop = await_one(rank, 0, data); stop != WaitStatus::kNone)
+          return stop;
+      if (data == call_.header_digest) continue;
+      tell_alone(block_, call_, kMismatch, rank, [&](int word) {
+        std::uint64_t words = 0;
+        const WaitStatus is_late = await_one(rank, 1 + static_cast<std::uint32_t>(word) / 2, words);
+        return is_late == WaitStatus::kNone ? static_cast<std::uint32_t>(words >> (word % 2 * 32))
+                                            : 0;
+      });
+      return WaitStatus::kAborted;
+    }
+    return WaitStatus::kNone;
   }
 
-  RINGCOMM_HD const Packet& data_place(int rank, std::uint32_t word) const {
-    return places(call_.rank, rank)[kHeaderPackets + word];
-  }
   RINGCOMM_HD std::uint32_t word_idx(std::uint32_t first, int u) const {
     return first + static_cast<std::uint32_t>(u) * block_.num_threads() + block_.thread_idx();
+  }
+  RINGCOMM_HD WaitStatus await_one(int rank, std::uint32_t packet, std::uint64_t& data) {
+    std::uint64_t all[1];
+    const WaitStatus stop = await_all<1>(
+        [&](int, std::uint32_t& place) {
+          place = packet;
+          return rank;
+        },
+        all);
+    data = all[0];
+    return stop;
   }
   /// Loads kNum packets together until all have come. `place_of` returns the rank of one, and its
   /// place; those of this rank are not awaited.
   template <int kNum, class PlaceOf>
   RINGCOMM_HD WaitStatus await_all(const PlaceOf& place_of, std::uint64_t (&data)[kNum]) {
-    constexpr int kLooks = 1000;
+    constexpr int kLooks = 1000;  // between two questions of whether to go on: they go to the host
     RINGCOMM_ROLLED
     for (int look = 1;; ++look) {
       std::uint64_t high[kNum];
       int missing = -1;
       RINGCOMM_UNROLL
       for (int i = 0; i < kNum; ++i) {
-        std::uint32_t word = 0;
-        const int rank = place_of(i, word);
-        block_.load_packet(data_place(rank, word), data[i], high[i]);
+        std::uint32_t packet = 0;
+        const int rank = place_of(i, packet);
+        block_.load_packet(places(call_.rank, rank)[packet], data[i], high[i]);
       }
       RINGCOMM_UNROLL
       for (int i = 0; i < kNum; ++i) {
-        std::uint32_t word = 0;
-        const int rank = place_of(i, word);
+        std::uint32_t packet = 0;
+        const int rank = place_of(i, packet);
         if (!open_packet(data[i], high[i], flag_, data[i]) && rank != call_.rank) missing = rank;
       }
       if (missing < 0) return WaitStatus::kNone;
@@ -237,9 +216,9 @@ class Packets {
       // Instead of ranks and words that there are not, the last ones again.
       std::uint64_t data[kRanks * kWords];
       const WaitStatus stop = await_all<kRanks * kWords>(
-          [&](int i, std::uint32_t& word) {
-            word = word_idx(first, i / kRanks);
-            if (word >= words.num) word = words.num - 1;
+          [&](int i, std::uint32_t& packet) {
+            const std::uint32_t word = word_idx(first, i / kRanks);
+            packet = kHeaderPackets + (word < words.num ? word : words.num - 1);
             const int rank = first_rank + i % kRanks;
             return rank < call_.world_size ? rank : call_.world_size - 1;
           },
@@ -285,9 +264,9 @@ class Packets {
       };
       if (stop == WaitStatus::kNone && word_idx(first, 0) < num)
         stop = await_all<kWords>(
-            [&](int u, std::uint32_t& word) {
-              const int rank = item_of(u, word);
-              word = rank == call_.rank ? 0 : from + word;
+            [&](int u, std::uint32_t& packet) {
+              const int rank = item_of(u, packet);
+              packet = kHeaderPackets + (rank == call_.rank ? 0 : from + packet);
               return rank;
             },
             data);
@@ -308,10 +287,7 @@ class Packets {
   }
   /// What this rank gets of another one's, and where.
   RINGCOMM_HD Words taken(int rank) const {
-    if constexpr (kShape == PacketShape::kMove)
-      return words_of(call_.output_bytes[rank], begin_, ~0u);
-    else
-      return sent(rank);
+    return kShape == PacketShape::kMove ? words_for(rank, call_.output_bytes[rank]) : sent(rank);
   }
   RINGCOMM_HD void store_taken(int rank, std::uint32_t word, std::uint64_t data) const {
     const Words words = taken(rank);
@@ -342,11 +318,11 @@ RINGCOMM_HD void send_packets(B& block, const KernelCall& call) {
   std::uint32_t& busy = call.staging.template at<std::uint32_t>(
       call.rank,
       call.staging.layout.packet_calls_offset(block.block_idx()) + sizeof(std::uint64_t));
-  const Claim<B> claim(block, busy);
+  const bool is_free = claim(block, busy);
   Packets<kShape, Reducer, B> packets(block, call);
-  claim.check(block, call);
+  if (!is_free) tell_alone(block, call, kOverlap, call.rank, NoWords());
   finish(block, call, packets.run());
-  Claim<B>::end(block, busy);
+  end_claim(block, busy);
 }
 
 }  // namespace ringcomm::cuda

@@ -33,27 +33,44 @@ struct Threads {
   RINGCOMM_HD std::uint32_t num_threads() const { return num; }
 };
 
-/// Elements, or bytes, that are counted in 32 bits.
-inline constexpr std::uint64_t kSpan = std::uint64_t{1} << 30;
+/// Calls body(begin, num) for parts of `total` elements, or bytes, that are counted in 32 bits.
+template <class Body>
+RINGCOMM_HD void for_spans(std::uint64_t total, const Body& body) {
+  constexpr std::uint64_t kSpan = std::uint64_t{1} << 30;
+  RINGCOMM_ROLLED
+  for (std::uint64_t done = 0; done < total; done += kSpan) {
+    const std::uint64_t left = total - done;
+    body(done, static_cast<std::uint32_t>(left < kSpan ? left : kSpan));
+  }
+}
+
+/// What of a part, in bytes, this launch has if some rank stages.
+RINGCOMM_HD inline ElemRange piece_of(const KernelCall& call, std::uint64_t num_bytes,
+                                      std::uint32_t unit) {
+  const std::uint64_t begin = call.piece_begin * unit, size = call.piece_size * unit;
+  if (begin >= num_bytes) return {num_bytes, 0};
+  return {begin, num_bytes - begin < size ? num_bytes - begin : size};
+}
 
 /// What of `total` a launch does: all of it, or its piece.
 RINGCOMM_HD inline ElemRange part_of(const KernelCall& call, const CallTable& table,
                                      std::uint64_t total) {
-  if (table.is_whole != 0) return {0, call.piece_begin == 0 ? total : 0};
-  if (call.piece_begin >= total) return {total, 0};
-  const std::uint64_t left = total - call.piece_begin;
-  return {call.piece_begin, left < call.piece_size ? left : call.piece_size};
+  if (table.is_whole == 0) return piece_of(call, total, 1);
+  return {0, call.piece_begin == 0 ? total : 0};
 }
 
 /// Fills in the block's tables: each rank's input, and the outputs, this rank's first. Returns the
-/// elements that this launch reduces: none after a failure.
+/// elements that this launch reduces: none after a failure, all in a group of one.
 template <Block B>
 RINGCOMM_HD ElemRange find_buffers(B& block, const KernelCall& call, std::size_t input_elem_bytes,
                                    std::size_t output_elem_bytes) {
   Tables& tables = block.tables();
   const CallTable& table = call.staging.table(call.rank);
-  const ElemRange elems =
-      table.is_open != 0 ? part_of(call, table, call.num_elems) : ElemRange{0, 0};
+  ElemRange elems = {0, 0};
+  if (call.world_size == 1)
+    elems.num_elems = call.num_elems;
+  else if (table.is_open != 0)
+    elems = part_of(call, table, call.num_elems);
   const auto world_size = static_cast<unsigned>(call.world_size);
   RINGCOMM_ROLLED
   for (unsigned i = block.thread_idx(); i < world_size; i += block.num_threads()) {
@@ -76,24 +93,19 @@ RINGCOMM_HD void reduce_in_place(B& block, const KernelCall& call) {
   const Reducer reducer(call.dtype, call.reduction);
   const std::size_t elem_bytes = reducer.elem_bytes();
   const ElemRange elems = find_buffers(block, call, elem_bytes, elem_bytes);
-  RINGCOMM_ROLLED
-  for (std::uint64_t done = 0; done < elems.num_elems; done += kSpan) {
-    const std::uint64_t left = elems.num_elems - done;
+  for_spans(elems.num_elems, [&](std::uint64_t done, std::uint32_t num) {
     reducer.combine(Threads::of_grid(block), TableOutputs{block.tables(), done * elem_bytes},
-                    TableSources{block.tables(), call.world_size, done * elem_bytes},
-                    static_cast<std::uint32_t>(left < kSpan ? left : kSpan), call.divisor);
-  }
+                    TableSources{block.tables(), call.world_size, done * elem_bytes}, num,
+                    call.divisor);
+  });
 }
 
 template <class Threads>
 RINGCOMM_HD void copy_long(const Threads& threads, std::byte* to, const std::byte* from,
                            std::uint64_t num_bytes) {
-  RINGCOMM_ROLLED
-  for (std::uint64_t done = 0; done < num_bytes; done += kSpan) {
-    const std::uint64_t left = num_bytes - done;
-    copy_by_threads<Cached::kNo, Cached::kNo>(
-        threads, to + done, from + done, static_cast<std::uint32_t>(left < kSpan ? left : kSpan));
-  }
+  for_spans(num_bytes, [&](std::uint64_t done, std::uint32_t num) {
+    copy_by_threads<Cached::kNo, Cached::kNo>(threads, to + done, from + done, num);
+  });
 }
 
 /// Copies what each rank has for this one. The blocks are dealt to the copies, those of peers after
@@ -122,14 +134,6 @@ RINGCOMM_HD void move_in_place(B& block, const KernelCall& call) {
         rank == call.rank ? call.inputs[rank] + bytes.begin_elems : table.inputs[rank];
     if (from != to) copy_long(Threads::of_part(block, num_parts), to, from, bytes.num_elems);
   }
-}
-
-/// What of a part, in bytes, this launch has if some rank stages.
-RINGCOMM_HD inline ElemRange piece_of(const KernelCall& call, std::uint64_t num_bytes,
-                                      std::uint32_t unit) {
-  const std::uint64_t begin = call.piece_begin * unit, size = call.piece_size * unit;
-  if (begin >= num_bytes) return {num_bytes, 0};
-  return {begin, num_bytes - begin < size ? num_bytes - begin : size};
 }
 
 /// Copies what peers read to the scratch memory: inputs, and the parameters that this rank updates.
@@ -181,17 +185,6 @@ RINGCOMM_HD void copy_messages(B& block, const P2pCall& call) {
         copy_long(Threads::of_grid(block), message.data, from, message.num_bytes);
     }
   }
-}
-
-/// Where a GPU places blocks: block b writes its multiprocessor to word b of the output.
-template <Block B>
-RINGCOMM_HD void where(B& block, const KernelCall& call) {
-  std::uint32_t multiprocessor = 0;  // on a host
-#ifdef __CUDA_ARCH__
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
-#endif
-  if (block.thread_idx() == 0)
-    reinterpret_cast<std::uint32_t*>(call.outputs[0])[block.block_idx()] = multiprocessor;
 }
 
 }  // namespace ringcomm::cuda

@@ -175,10 +175,8 @@ RINGCOMM_HD bool are_aligned(const To& outputs, const Sources& sources) {
   return bits % sizeof(Vector) == 0;
 }
 
-template <class Element>
-RINGCOMM_HD void add_vector(float* acc, const Vector& vector, bool is_first) {
-  constexpr int kElems = sizeof(Vector) / sizeof(typename Element::Stored);
-  const auto pack = bits_as<Pack<Element, kElems>>(vector);
+template <class Element, int kElems>
+RINGCOMM_HD void add_pack(float* acc, const Pack<Element, kElems>& pack, bool is_first) {
   RINGCOMM_UNROLL
   for (int e = 0; e < kElems; ++e) {
     const float next = Element::load(pack.of[e]);
@@ -203,31 +201,22 @@ RINGCOMM_HD void store_sums(const To& outputs, std::uint32_t idx, const float* a
 /// Sums, times the inverse of a power of two for an average, which is exact: of 2, 4 or 8 ranks. A
 /// thread has kUnroll vectors of kSources sources under way, and stores nothing before it has all
 /// of them, so that an output may be a source. Eight vectors fit 64 registers.
-template <class Element, int kSources, int kUnroll>
-struct ExactSums {
-  static constexpr int kElems = sizeof(Vector) / sizeof(typename Element::Stored);
-
-  template <class B, class To, class Sources>
-  RINGCOMM_HD static void run(const B& block, const To& outputs, const Sources& sources,
-                              std::uint32_t num_vectors, float scale) {
-    RINGCOMM_ROLLED
-    for (std::uint32_t first = 0; first < num_vectors; first += kUnroll * block.num_threads())
-      several(block, outputs, sources, first + block.thread_idx(), num_vectors, scale);
-  }
-
- private:
-  template <class B, class To, class Sources>
-  RINGCOMM_HD static void several(const B& block, const To& outputs, const Sources& sources,
-                                  std::uint32_t first, std::uint32_t num_vectors, float scale) {
-    Vector loaded[kUnroll][kSources];
+template <class Element, int kSources, int kUnroll, class B, class To, class Sources>
+RINGCOMM_HD void sum_exactly(const B& block, const To& outputs, const Sources& sources,
+                             std::uint32_t num_vectors, float scale) {
+  constexpr int kElems = sizeof(Vector) / sizeof(typename Element::Stored);
+  RINGCOMM_ROLLED
+  for (std::uint32_t begin = 0; begin < num_vectors; begin += kUnroll * block.num_threads()) {
+    const std::uint32_t first = begin + block.thread_idx();
+    Pack<Element, kElems> loaded[kUnroll][kSources];
     RINGCOMM_UNROLL
     for (int s = 0; s < kSources; ++s) {
       const std::byte* const source = sources.at(s);
       RINGCOMM_UNROLL
       for (int u = 0; u < kUnroll; ++u) {
         const std::uint32_t idx = opaque(first + static_cast<unsigned>(u) * block.num_threads());
-        loaded[u][s] = load_pack<Cached::kYes, Vector>(source + std::size_t{idx} * sizeof(Vector),
-                                                       idx < num_vectors);
+        loaded[u][s] = load_pack<Cached::kYes, Pack<Element, kElems>>(
+            source + std::size_t{idx} * sizeof(Vector), idx < num_vectors);
       }
     }
     end_of_loads();
@@ -235,45 +224,46 @@ struct ExactSums {
     for (int u = 0; u < kUnroll; ++u) {
       float acc[kElems];
       RINGCOMM_UNROLL
-      for (int s = 0; s < kSources; ++s) add_vector<Element>(acc, loaded[u][s], s == 0);
+      for (int s = 0; s < kSources; ++s) add_pack(acc, loaded[u][s], s == 0);
       RINGCOMM_UNROLL
       for (int e = 0; e < kElems; ++e) acc[e] *= scale;
       const std::uint32_t idx = opaque(first + static_cast<unsigned>(u) * block.num_threads());
       store_sums<Element>(outputs, idx, acc, idx < num_vectors);
     }
   }
-};
+}
 
-/// The same of any number of sources, a few at a time, and with any divisor.
-template <class Element, class B, class To, class Sources>
-RINGCOMM_HD void sum_any(const B& block, const To& outputs, const Sources& sources,
-                         std::uint32_t num_vectors, int divisor) {
-  constexpr int kElems = sizeof(Vector) / sizeof(typename Element::Stored);
-  constexpr int kAtOnce = 4;
-  const int num_sources = sources.num();
-  RINGCOMM_ROLLED
-  for (std::uint32_t i = block.thread_idx(); i < num_vectors; i += block.num_threads()) {
-    float acc[kElems] = {};
+/// Sums of any number of sources, kAtOnce at a time, and with any divisor: kElems elements of each.
+template <class Element, int kElems, int kAtOnce>
+struct AnySums {
+  Pack<Element, kElems> loaded[kAtOnce];
+
+  template <class Sources>
+  RINGCOMM_HD void load(const Sources& sources, int from, std::size_t idx, bool is_there) {
+    RINGCOMM_UNROLL
+    for (int s = 0; s < kAtOnce; ++s) {
+      const bool is_source = from + s < sources.num();
+      const int source = is_source ? from + s : 0;
+      loaded[s] = load_pack<Cached::kYes, Pack<Element, kElems>>(
+          sources.at(source) + idx * sizeof loaded[s], is_source && is_there);
+    }
+  }
+  /// The first sources have been loaded.
+  template <class Sources>
+  RINGCOMM_HD void sum(const Sources& sources, std::size_t idx, int divisor, bool is_there,
+                       float (&acc)[kElems]) {
     RINGCOMM_ROLLED
-    for (int first = 0; first < num_sources; first += kAtOnce) {
-      Vector loaded[kAtOnce];
-      RINGCOMM_UNROLL
-      for (int s = 0; s < kAtOnce; ++s) {
-        const bool is_there = first + s < num_sources;
-        const int source = is_there ? first + s : 0;
-        loaded[s] = load_pack<Cached::kYes, Vector>(
-            sources.at(source) + std::size_t{i} * sizeof(Vector), is_there);
-      }
+    for (int from = 0; from < sources.num(); from += kAtOnce) {
+      if (from > 0) load(sources, from, idx, is_there);
       RINGCOMM_UNROLL
       for (int s = 0; s < kAtOnce; ++s)
-        if (first + s < num_sources) add_vector<Element>(acc, loaded[s], first + s == 0);
+        if (from + s < sources.num()) add_pack(acc, loaded[s], from + s == 0);
     }
     RINGCOMM_UNROLL
     for (int e = 0; e < kElems; ++e)
       if (divisor > 1) acc[e] /= static_cast<float>(divisor);
-    store_sums<Element>(outputs, i, acc, true);
   }
-}
+};
 
 /// Reduces floats of one type, known to the compiler, in fp32.
 template <class Element>
@@ -349,13 +339,26 @@ class TypedReducer {
     const float scale =
         bits_as<float>((254u << 23) - bits_as<std::uint32_t>(static_cast<float>(divisor)));
     if (num == 2)
-      ExactSums<Element, 2, kMaxVectors / 2>::run(block, outputs, sources, num_vectors, scale);
+      sum_exactly<Element, 2, kMaxVectors / 2>(block, outputs, sources, num_vectors, scale);
     else if (num == 4)
-      ExactSums<Element, 4, kMaxVectors / 4>::run(block, outputs, sources, num_vectors, scale);
+      sum_exactly<Element, 4, kMaxVectors / 4>(block, outputs, sources, num_vectors, scale);
     else if (num == 8)
-      ExactSums<Element, 8, 1>::run(block, outputs, sources, num_vectors, scale);
+      sum_exactly<Element, 8, 1>(block, outputs, sources, num_vectors, scale);
     else
-      sum_any<Element>(block, outputs, sources, num_vectors, divisor);
+      sum_any(block, outputs, sources, num_vectors, divisor);
+  }
+
+  template <class B, class To, class Sources>
+  RINGCOMM_HD static void sum_any(const B& block, const To& outputs, const Sources& sources,
+                                  std::uint32_t num_vectors, int divisor) {
+    RINGCOMM_ROLLED
+    for (std::uint32_t i = block.thread_idx(); i < num_vectors; i += block.num_threads()) {
+      AnySums<Element, sizeof(Vector) / sizeof(Stored), 4> sums;
+      float acc[sizeof(Vector) / sizeof(Stored)] = {};
+      sums.load(sources, 0, i, true);
+      sums.sum(sources, i, divisor, true, acc);
+      store_sums<Element>(outputs, i, acc, true);
+    }
   }
 
   RINGCOMM_HD static float averaged(float acc, int divisor) {

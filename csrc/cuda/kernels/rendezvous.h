@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "core/board_protocol.h"
@@ -49,25 +48,17 @@ struct NoWords {
 };
 
 /// Detects two calls of a rank that run at the same time, such as a replayed graph and an unordered
-/// call on another stream, and would mix their data. The result of the atomic is read in check(),
-/// so that other loads overlap with it.
+/// call on another stream, and would mix their data. False if another one has `busy`, which the
+/// caller tells: later, so that other loads overlap with the atomic.
 template <Block B>
-class Claim {
- public:
-  RINGCOMM_HD Claim(B& block, std::uint32_t& busy)
-      : was_free_(block.thread_idx() != 0 || block.claim(busy)) {}
-  RINGCOMM_HD bool check(B& block, const GroupFrame& call) const {
-    if (!was_free_) tell_alone(block, call, kOverlap, call.rank, NoWords());
-    return was_free_;
-  }
-  RINGCOMM_HD static void end(B& block, std::uint32_t& busy) {
-    block.sync();
-    if (block.thread_idx() == 0) block.unclaim(busy);
-  }
-
- private:
-  bool was_free_;
-};
+RINGCOMM_HD bool claim(B& block, std::uint32_t& busy) {
+  return block.thread_idx() != 0 || block.claim(busy);
+}
+template <Block B>
+RINGCOMM_HD void end_claim(B& block, std::uint32_t& busy) {
+  block.sync();
+  if (block.thread_idx() == 0) block.unclaim(busy);
+}
 
 /// Of a kernel that has stopped for this reason, if any.
 template <Block B>
@@ -79,130 +70,89 @@ RINGCOMM_HD void finish(B& block, const GroupFrame& call, WaitStatus stop) {
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), NoWords());
 }
 
-/// The two rendezvous of a call, each a kernel of one block.
+// The two rendezvous of a call are kernels of one block each.
+
+/// Whether all ranks made this call. If not, reports one that did not to the host.
 template <Block B>
-class Rendezvous {
- public:
-  RINGCOMM_HD Rendezvous(B& block, const KernelCall& call)
-      : block_(block),
-        call_(call),
-        table_(call.staging.table(call.rank)),
-        board_(block, Meeting(call.staging), call.rank) {}
+RINGCOMM_HD WaitStatus compare(B& block, const KernelCall& call) {
+  WaitStatus stop = WaitStatus::kNone;
+  deal(block, call.world_size * kHeaderWords, [&](int i) {
+    const int rank = i / kHeaderWords;
+    const CallNotice& theirs = call.staging.notice(rank);
+    if (theirs.header[i % kHeaderWords] == call.header[i % kHeaderWords]) return;
+    tell_alone(block, call, kMismatch, rank, [&](int word) { return theirs.header[word]; });
+    stop = WaitStatus::kAborted;
+  });
+  return block.agree(stop);
+}
 
-  /// Whether a launch of a later piece has nothing to do: the first one has done it.
-  RINGCOMM_HD static bool is_done(const KernelCall& call) {
-    return call.piece_begin > 0 && call.staging.table(call.rank).is_whole != 0;
-  }
-
-  /// Publishes this rank's notice and reads the others'.
-  RINGCOMM_HD WaitStatus open() {
-    std::byte* region = nullptr;
-    if (const WaitStatus stop = board_.open(region); stop != WaitStatus::kNone) return stop;
-    write(call_.staging.notice(call_.rank, board_.phase()));
-    board_.publish();
-    if (const WaitStatus stop = board_.wait_all(); stop != WaitStatus::kNone) return stop;
-    if (const WaitStatus stop = compare(); stop != WaitStatus::kNone) return stop;
-    WaitStatus staged = WaitStatus::kNone;
-    deal(block_, call_.world_size, [&](int rank) {
-      const CallNotice& theirs = notice(rank);
-      table_.inputs[rank] = call_.find(theirs.inputs[call_.rank], rank);
-      table_.outputs[rank] = call_.find(theirs.outputs[call_.rank], rank);
-      if (theirs.is_staged != 0) staged = WaitStatus::kAborted;
-    });
-    const bool is_staged = block_.agree(staged) != WaitStatus::kNone;
-    if (block_.thread_idx() == 0) {
-      table_.is_whole = is_staged ? 0 : 1;
-      table_.is_open = 1;
-    }
-    return WaitStatus::kNone;
-  }
-
-  /// Waits until all ranks have ended what is between the two; does nothing after a failure.
-  RINGCOMM_HD WaitStatus close() {
-    return table_.is_open != 0 ? board_.rejoin() : WaitStatus::kAborted;
-  }
-
- private:
-  RINGCOMM_HD const CallNotice& notice(int rank) const {
-    return call_.staging.notice(rank, board_.phase() - 1);
-  }
-  RINGCOMM_HD void write(CallNotice& notice) {
-    deal(block_, kHeaderWords, [&](int i) { notice.header[i] = call_.header[i]; });
-    deal(block_, call_.world_size, [&](int i) {
-      notice.inputs[i] = call_.input_places[i];
-      notice.outputs[i] = call_.output_places[i];
-    });
-    if (block_.thread_idx() == 0)
-      notice.is_staged = call_.stages_inputs || call_.stages_outputs ? 1 : 0;
-  }
-
-  /// Whether all ranks made this call. If not, reports it to the host.
-  RINGCOMM_HD WaitStatus compare() {
-    WaitStatus stop = WaitStatus::kNone;
-    const int num_words = call_.world_size * kHeaderWords;
-    const auto is_same = [&](int i) {
-      return notice(i / kHeaderWords).header[i % kHeaderWords] == call_.header[i % kHeaderWords];
-    };
-    deal(block_, num_words, [&](int i) {
-      if (!is_same(i)) stop = WaitStatus::kAborted;
-    });
-    if (block_.agree(stop) == WaitStatus::kNone) return WaitStatus::kNone;
-    RINGCOMM_ROLLED
-    for (int i = 0; i < num_words; ++i) {
-      if (is_same(i)) continue;
-      const CallNotice& theirs = notice(i / kHeaderWords);
-      tell(block_, call_, kMismatch, i / kHeaderWords,
-           [&](int word) { return theirs.header[word]; });
-      break;
-    }
-    return WaitStatus::kAborted;
-  }
-
-  B& block_;
-  const KernelCall& call_;
-  CallTable& table_;
-  Board<B, Meeting> board_;
-};
-
-/// After a failure, peers may arrive before the hosts know. They must not take a later call's data
-/// for this one's, so no later kernel of the rank may get past its rendezvous: its own cursor is
-/// set to a phase that no peer reaches.
+/// Publishes this rank's notice and reads the others'.
 template <Block B>
-RINGCOMM_HD void poison(B& block, const GroupFrame& call) {
-  if (block.thread_idx() == 0)
-    call.staging.published(call.rank, call.rank).value = Staging::kFailed;
+RINGCOMM_HD WaitStatus meet(B& block, const KernelCall& call, Board<B, Meeting>& board) {
+  // All have read the notice before the last one: close_call() has waited for them.
+  if (board.phase() == Staging::kFailed) return WaitStatus::kAborted;
+  CallNotice& mine = call.staging.notice(call.rank);
+  deal(block, kHeaderWords, [&](int i) { mine.header[i] = call.header[i]; });
+  deal(block, call.world_size, [&](int i) {
+    mine.inputs[i] = call.input_places[i];
+    mine.outputs[i] = call.output_places[i];
+  });
+  if (block.thread_idx() == 0) mine.is_staged = call.stages_inputs || call.stages_outputs ? 1 : 0;
+  board.publish();
+  if (const WaitStatus stop = board.wait_all(); stop != WaitStatus::kNone) return stop;
+  if (const WaitStatus stop = compare(block, call); stop != WaitStatus::kNone) return stop;
+  CallTable& table = call.staging.table(call.rank);
+  WaitStatus staged = WaitStatus::kNone;
+  deal(block, call.world_size, [&](int rank) {
+    const CallNotice& theirs = call.staging.notice(rank);
+    table.inputs[rank] = call.find(theirs.inputs[call.rank], rank);
+    table.outputs[rank] = call.find(theirs.outputs[call.rank], rank);
+    if (theirs.is_staged != 0) staged = WaitStatus::kAborted;
+  });
+  const bool is_staged = block.agree(staged) != WaitStatus::kNone;
+  if (block.thread_idx() == 0) {
+    table.is_whole = is_staged ? 0 : 1;
+    table.is_open = 1;
+  }
+  return WaitStatus::kNone;
+}
+
+/// finish() of a kernel of a call that has two rendezvous. After a failure, peers may arrive before
+/// the hosts know. They must not take a later call's data for this one's, so no later kernel of the
+/// rank may get past its rendezvous: its own cursor is set to a phase that no peer reaches.
+template <Block B>
+RINGCOMM_HD void finish_call(B& block, const KernelCall& call, WaitStatus stop) {
+  finish(block, call, stop);
+  if (stop == WaitStatus::kNone || block.thread_idx() != 0) return;
+  call.staging.published(call.rank, call.rank).value = Staging::kFailed;
+  call.staging.table(call.rank).is_open = 0;
+}
+
+/// Whether a launch of a later piece has nothing to do: the first one has done it.
+RINGCOMM_HD inline bool is_done(const KernelCall& call) {
+  return call.piece_begin > 0 && call.staging.table(call.rank).is_whole != 0;
 }
 
 template <Block B>
 RINGCOMM_HD void open_call(B& block, const KernelCall& call) {
-  if (Rendezvous<B>::is_done(call)) return;
-  CallTable& table = call.staging.table(call.rank);
-  const Claim<B> claim(block, call.staging.words(call.rank).is_in_call);
-  // All threads have read what the last call left.
-  block.sync();
-  if (block.thread_idx() == 0) table.is_open = 0;
-  Rendezvous<B> rendezvous(block, call);
-  claim.check(block, call);
-  const WaitStatus stop = rendezvous.open();
-  finish(block, call, stop);
-  if (stop == WaitStatus::kNone) return;
-  poison(block, call);
-  Claim<B>::end(block, call.staging.words(call.rank).is_in_call);
+  if (is_done(call)) return;
+  std::uint32_t& busy = call.staging.words(call.rank).is_in_call;
+  const bool is_free = claim(block, busy);
+  if (block.thread_idx() == 0) call.staging.table(call.rank).is_open = 0;
+  Board<B, Meeting> board(block, Meeting(call.staging), call.rank);
+  if (!is_free) tell_alone(block, call, kOverlap, call.rank, NoWords());
+  const WaitStatus stop = meet(block, call, board);
+  finish_call(block, call, stop);
+  if (stop != WaitStatus::kNone) end_claim(block, busy);
 }
 
+/// Waits until all ranks have ended what is between the two; does nothing after a failure.
 template <Block B>
 RINGCOMM_HD void close_call(B& block, const KernelCall& call) {
-  if (Rendezvous<B>::is_done(call)) return;
-  const bool was_open = call.staging.table(call.rank).is_open != 0;
-  Rendezvous<B> rendezvous(block, call);
-  const WaitStatus stop = rendezvous.close();
-  if (!was_open) return;
-  finish(block, call, stop);
-  if (stop != WaitStatus::kNone) {
-    poison(block, call);
-    if (block.thread_idx() == 0) call.staging.table(call.rank).is_open = 0;
-  }
-  Claim<B>::end(block, call.staging.words(call.rank).is_in_call);
+  if (is_done(call) || call.staging.table(call.rank).is_open == 0) return;
+  Board<B, Meeting> board(block, Meeting(call.staging), call.rank);
+  finish_call(block, call, board.rejoin());
+  end_claim(block, call.staging.words(call.rank).is_in_call);
 }
 
 }  // namespace ringcomm::cuda

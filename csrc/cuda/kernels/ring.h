@@ -111,13 +111,8 @@ class Ring {
 /// After a rendezvous, in which ranks have compared their calls.
 template <class Reducer, Block B>
 RINGCOMM_HD void all_reduce_ring(B& block, const KernelCall& call) {
-  CallTable& table = call.staging.table(call.rank);
-  if (table.is_open == 0) return;
-  const WaitStatus stop = Ring<Reducer, B>(block, call).run();
-  finish(block, call, stop);
-  if (stop == WaitStatus::kNone) return;
-  poison(block, call);
-  if (block.thread_idx() == 0) table.is_open = 0;  // the other rendezvous waits for nobody
+  if (call.staging.table(call.rank).is_open == 0) return;
+  finish_call(block, call, Ring<Reducer, B>(block, call).run());
 }
 
 }  // namespace ringcomm::cuda

@@ -32,6 +32,7 @@ struct Control {
   std::int32_t awaited_peer = -1;
   std::uint32_t asked_at = 0;
   std::uint32_t theirs[kHeaderWords] = {};  ///< with kMismatch: the peer's header
+  std::uint64_t copied = 0;                 ///< between host and device; for one copy at a time
 
   RINGCOMM_HD void record_wait(int peer_waited_for, std::uint32_t now) {
 #ifdef __CUDA_ARCH__
@@ -59,7 +60,7 @@ struct RankWords {
   std::uint32_t is_reported;  ///< by the first block that failed
   std::uint32_t asked_at;     ///< when a block last read Control::abort
   std::uint32_t is_aborted;   ///< what it read
-  std::uint32_t is_in_call;   ///< between the two rendezvous of a call (Claim)
+  std::uint32_t is_in_call;   ///< between the two rendezvous of a call: claim()
 };
 
 /// A place in memory that all ranks of a group have mapped: an allocation's row in the table of
@@ -109,10 +110,11 @@ struct alignas(kLineBytes) LinkWords {
   static constexpr std::uint32_t kMostLong = 8;
   const std::byte* sources[kMostLong];  ///< of those that are received; null: by slots
   Cursor read;                          ///< of those that were announced: the peer has read so many
-  std::uint64_t num_announced, num_read;
-  std::uint32_t is_sending, is_receiving;  ///< words of Claim
-  std::uint32_t
-      is_open[2];  ///< of what is received, or sent: the launch's first kernel has not failed
+  std::uint64_t num_announced;          ///< to the peer
+  std::uint64_t num_found, num_read;    ///< of those that the peer has announced
+  // Of what is received, or sent.
+  std::uint32_t is_used[2];  ///< a word of claim()
+  std::uint32_t is_open[2];  ///< the launch's first kernel has not failed
 };
 
 /// The layout of the staging of every rank: the rendezvous, packets, links, scratch memory.
@@ -129,8 +131,8 @@ struct StagingLayout {
 
   // After the line of RankWords.
   static constexpr std::size_t kTableOffset = kLineBytes;
-  static constexpr std::size_t kNoticesOffset = kTableOffset + sizeof(CallTable);
-  static constexpr std::size_t kPublishedOffset = kNoticesOffset + 2 * sizeof(CallNotice);
+  static constexpr std::size_t kNoticeOffset = kTableOffset + sizeof(CallTable);
+  static constexpr std::size_t kPublishedOffset = kNoticeOffset + sizeof(CallNotice);
 
   RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::uint32_t block) const {
     return kPublishedOffset + std::size_t{world_size} * sizeof(Cursor) +
@@ -176,16 +178,16 @@ struct Staging {
   RINGCOMM_HD CallTable& table(int rank) const {
     return at<CallTable>(rank, StagingLayout::kTableOffset);
   }
-  /// Of a phase of the rendezvous.
-  RINGCOMM_HD CallNotice& notice(int rank, std::uint64_t phase) const {
-    return at<CallNotice>(rank, StagingLayout::kNoticesOffset + phase % 2 * sizeof(CallNotice));
+  /// Of the call that is open, or of the last one.
+  RINGCOMM_HD CallNotice& notice(int rank) const {
+    return at<CallNotice>(rank, StagingLayout::kNoticeOffset);
   }
   /// The writer's cursor, in the memory of the reader, which waits for it there.
   RINGCOMM_HD Cursor& published(int reader, int writer) const {
     return at<Cursor>(reader, StagingLayout::kPublishedOffset +
                                   static_cast<std::size_t>(writer) * sizeof(Cursor));
   }
-  /// The phase of a rank one of whose calls has failed: no peer reaches it (poison()).
+  /// The phase of a rank one of whose calls has failed: no peer reaches it (finish_call()).
   static constexpr std::uint64_t kFailed = ~std::uint64_t{0};
   RINGCOMM_HD bool has_failed(int rank) const { return published(rank, rank).value == kFailed; }
 
@@ -216,20 +218,16 @@ struct Staging {
   }
 };
 
-/// The rendezvous of all ranks; a geometry of core's Board, of which it uses the cursors.
+/// The rendezvous of all ranks; a geometry of core's Board without regions.
 struct Meeting {
   const Staging& staging;
   int world_size;
-  static constexpr std::size_t region_bytes = 0;
   static constexpr bool kHasCopies = true;
 
   RINGCOMM_HD explicit Meeting(const Staging& all)
       : staging(all), world_size(static_cast<int>(all.layout.world_size)) {}
   RINGCOMM_HD Cursor& cursor(int reader, int writer, std::uint64_t /*phase*/) const {
     return staging.published(reader, writer);
-  }
-  RINGCOMM_HD std::byte* region(int rank, std::uint64_t phase) const {
-    return reinterpret_cast<std::byte*>(&staging.notice(rank, phase));
   }
 };
 

@@ -17,13 +17,12 @@
 #include "bindings/python_errors.h"
 #include "collectives/fused_update.h"
 #include "core/arch.h"
-#include "cuda/bindings/driver_device.h"
-#include "cuda/collectives/kernels.h"
-#include "cuda/collectives/launch_plan.h"
+#include "cuda/collectives/launches.h"
 #include "host/group_state.h"
 #include "host/process.h"
 #include "host/threads.h"
 #include "host/wait.h"
+#include "kernels/cuda_device.h"
 
 namespace ringcomm {
 namespace {
@@ -109,8 +108,6 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   const std::string& description() const override { return description_; }
 
   void plan(Collective& call) const override {
-    if (call.dtype == DType::kSoftmaxStats)
-      throw std::invalid_argument("softmax statistics are merged in one step on CPUs only");
     if (call.op == OpKind::kReduceUpdateGather) update_kernels(device_);  // or throws
     const Algorithm asked =
         call.algorithm == Algorithm::kAuto ? options_.algorithm : call.algorithm;
@@ -346,7 +343,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     const cuda::ContextGuard guard(device_.index());
     cuda::KernelCall kernel_call;
     const cuda::LaunchPlan plan = cuda::plan_own_update(call, grad, param, num_elems, kernel_call);
-    kernels.launch(kernels.find(plan.kernel), plan.num_blocks, kernel_call, handle_of(stream));
+    kernels.launch(plan.kernel, plan.num_blocks, kernel_call, handle_of(stream));
   }
 
   // An all_reduce: in each step a rank sends a slice of a chunk to the next rank, and receives one

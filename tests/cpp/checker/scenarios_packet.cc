@@ -38,7 +38,10 @@ struct Exchange {
 std::uint64_t await_packet(CheckerArch& arch, const Packet& mine, std::uint64_t number) {
   const std::uint32_t flag = packet_flag(number);
   std::uint64_t data = 0;
-  while (!take_packet(arch, mine, flag, data)) {
+  for (;;) {
+    std::uint64_t low = 0, high = 0;
+    arch.load_packet(mine, low, high);
+    if (open_packet(low, high, flag, data)) return data;
     for (const bool is_high : {false, true}) {
       const std::uint64_t seen = arch.load_acquire(CheckerArch::half_of(mine, is_high).value);
       if (seen >> 32 == flag) continue;
@@ -46,7 +49,6 @@ std::uint64_t await_packet(CheckerArch& arch, const Packet& mine, std::uint64_t 
       break;
     }
   }
-  return data;
 }
 
 WaitStatus exchange(CheckerArch& arch, const Exchange& shape, int rank) {

@@ -3,11 +3,30 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "cuda/collectives/launch_plan.h"
+#include "cuda/driver/driver.h"
 
 namespace ringcomm::cuda {
+
+/// The kernels of this process on a device: loaded with the first group that uses it, and kept.
+/// From any thread. of() throws Error where there are none or the device is too old for them.
+class Kernels : public PerDevice<Kernels> {
+ public:
+  /// `call` is the kernel's parameter; its device's context is current. Throws Error if there is no
+  /// kernel of this name.
+  void launch(std::string_view name, unsigned num_blocks, GroupFrame& call,
+              StreamHandle stream) const;
+
+ private:
+  friend PerDevice;
+  explicit Kernels(DeviceOrdinal device);
+
+  std::unordered_map<std::string_view, Function> functions_;
+};
 
 /// A buffer of this rank, and its place: 0 where peers have not mapped it.
 struct PeerBuffer {
@@ -29,8 +48,8 @@ class InPlaceLaunch {
   std::vector<PeerBuffer>& buffers() { return buffers_; }
   bool is_staged() const { return is_staged(0) || is_staged(num_parts()); }
 
-  enum class Step : std::uint8_t { kCopyIn, kOpen, kBody, kClose, kCopyOut };
-  using Launch = std::function<void(Step step, KernelCall& kernel_call)>;
+  using Launch =
+      std::function<void(std::string_view kernel, unsigned num_blocks, KernelCall& kernel_call)>;
   /// `launch` is called in the order of the call's stream.
   void run(const Launch& launch);
 
@@ -44,5 +63,14 @@ class InPlaceLaunch {
   bool lends_inputs_;
   std::vector<PeerBuffer> buffers_;
 };
+
+/// Throws std::invalid_argument where a batch of messages is too large for a kernel.
+void check_batch(const std::vector<P2pMessage>& messages);
+/// Takes the messages of one launch out of a batch that has passed check_batch(), and sets the
+/// call's messages and lanes: those of a lane up to the eighth that is longer than a slot. False if
+/// none are left.
+bool take_launch(std::vector<P2pMessage>& messages, P2pCall& call);
+/// This rank's messages in a call of LaunchKind::kShards.
+std::vector<P2pMessage> shards_of(const Collective& call, const KernelCall& kernel_call);
 
 }  // namespace ringcomm::cuda
