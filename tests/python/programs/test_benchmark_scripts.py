@@ -15,7 +15,6 @@ import front_door
 import hosts
 import libraries
 import lomo
-import pictures
 import planner
 import plot
 import programs
@@ -130,10 +129,8 @@ def test_tables_and_pictures_of_the_committed_records(
     assert table.main([]) == EXIT_OK
     said = capsys.readouterr().out
     assert all(f"## {layout.title}\n" in said for layout in table.LAYOUTS.values())
-    assert pictures.main(["--only", "speed", "--out", str(tmp_path)]) == EXIT_OK
     assert plot.main(["--out", str(tmp_path)]) == EXIT_OK
-    names = {path.stem for path in tmp_path.iterdir()}
-    assert {*plot.PLOTS, "speed-dark", "speed-narrow-light", "bandwidth-w2-one"} <= names
+    assert {path.stem for path in tmp_path.iterdir()} == {*plot.PLOTS}
     records = read_records([RESULTS / "2026-11-27-kernels.jsonl"])
     assert any("all_reduce" in line for line in sweep_table.tables(records, has_cuts=False))
 
