@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ import deaths
 import front_door
 import hosts
 import libraries
+import llama_memory
 import lomo
 import planner
 import plot
@@ -33,7 +35,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from _ringcomm import start as cli
-from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS
+from _ringcomm.status import EXIT_FAILED, EXIT_OK, EXIT_WRONG_RESULTS, run_main
 from ringcomm.parallel import pipeline
 
 # What every record says of its run.
@@ -133,6 +135,30 @@ def test_tables_and_pictures_of_the_committed_records(
     assert {path.stem for path in tmp_path.iterdir()} == {*plot.PLOTS}
     records = read_records([RESULTS / "2026-11-27-kernels.jsonl"])
     assert any("all_reduce" in line for line in sweep_table.tables(records, has_cuts=False))
+
+
+def test_a_way_that_is_refused_fails_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next one runs, and has its record and the table."""
+    pytest.importorskip("transformers")
+    asked = tmp_path / "asked"
+
+    def refuse_the_first(*_: object) -> str | None:
+        is_first = not asked.exists()  # of the ranks, which are processes
+        asked.touch()
+        return "refused, because nothing is free" if is_first else None
+
+    monkeypatch.setattr(llama_memory, "refusal", refuse_the_first)
+    path = tmp_path / "records.jsonl"
+    words = SCRIPTS["llama_memory"].replace("AdamW", "SGD,Lomo --predict").split()
+    monkeypatch.setattr(sys, "argv", ["llama_memory.py", *words, "--json", str(path)])
+    assert run_main("llama_memory.py", llama_memory.PROGRAM.main) == EXIT_FAILED
+    out, err = capfd.readouterr()
+    assert "llama_memory.py: SGD: refused, because nothing is free" in err
+    assert "Lomo: predicted" in out
+    assert "peak GiB" in out
+    assert [record["way"] for record in read_records([path])] == ["Lomo"]
 
 
 def test_the_list_of_all_calls_scripts_as_they_are() -> None:
