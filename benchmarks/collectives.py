@@ -18,11 +18,10 @@ import placement
 import torch
 import torch.distributed as dist
 from cells import BUSY, Columns, Record, before_after, comparison, microseconds
-from device_point import Method, Point, measure_device_point
 from groups import MPI, labelled, open_groups, run_ranks
 from harness import Bench, Options
 from operations import DEVICE_KIND, OPERATIONS, RINGCOMM
-from point import measure_point
+from point import Method, Point, measure_device_point, measure_point
 from report import Report, table_of
 
 from ringcomm.measure.ranks import joined_world_size, mpi_world_size

@@ -32,9 +32,9 @@ import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
 from harness import Options, Report, flag
+from race import Weather
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from weather import Weather
 
 from ringcomm import ops
 from ringcomm.measure.machine import OthersWatch

@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+from cells import Record, Run
 from front_door import DEFAULT_SIZES
+from layouts import LAYOUTS, Layout
 from palette import GREY, LIBRARIES, colors_of, title_of
-from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
+from table import SHOWN_WORLDS, machine_of, newest, read_results
 
 from _ringcomm.status import EXIT_OK, run_main
 from _ringcomm.values import byte_counts
@@ -36,7 +38,7 @@ from ringcomm.screen import COLORS, byte_count, counted, factor, in_seconds
 DESIGN = harness.ROOT / "docs" / "design"
 README = harness.ROOT / "README.md"
 Draw = Callable[[list[Run], Path], None]
-ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lambda runs: [])
+ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), "", lambda runs: [])
 LINES = {"eager": ":", "graph": "-"}
 # Text stays text, and the output is deterministic.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
