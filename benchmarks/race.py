@@ -110,6 +110,22 @@ class EventContender(Contender):
         ]
 
 
+@dataclass
+class OwnClock(Contender):
+    """A call that measures itself: it returns its seconds."""
+
+    call: Callable[[], float]
+
+    def first_call_s(self) -> float:
+        """Seconds of one call, by its own clock."""
+        return self.call()
+
+    def block(self) -> list[float]:
+        """Seconds of each call of a block."""
+        self.align()
+        return [self.call() for _ in range(self.calls_per_block)]
+
+
 @dataclass(frozen=True)
 class Bench:
     """A rank's instruments.
