@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from cells import (
     CELLS,
@@ -221,12 +221,7 @@ def _inference_cell(records: list[Record]) -> str:
 # ---- training systems
 
 
-def _over_ringcomm(record: Record) -> str:
-    return comparison(record | {"ratio": record.get("over_ringcomm")})
-
-
-def communication(record: Record) -> str:
-    """The share of a step that is communication; empty where it is not known."""
+def _communication(record: Record) -> str:
     share = record.get("communication_share")
     return share_range(share) if share else ""
 
@@ -241,44 +236,84 @@ WHY_NEGATIVE = (
 )
 
 
-def mib(*names: str, digits: int = 1) -> Cell:
-    """The sum of these bytes of a record."""
-    return lambda record: f"{sum(record[f'{name}_bytes'] for name in names) / 2**20:.{digits}f}"
+def _mib(*names: str) -> Cell:
+    return lambda record: f"{sum(record[f'{name}_bytes'] for name in names) / 2**20:.1f}"
 
 
-def sent(digits: int) -> Cell:
-    """In parentheses if computed, not counted."""
-    sent, formula = mib("sent", digits=digits), mib("formula", digits=digits)
-    return lambda r: f"({formula(r)})" if r["sent_bytes"] is None else sent(r)
+def _sent(record: Record) -> str:
+    is_computed = record["sent_bytes"] is None
+    return f"({_mib('formula')(record)})" if is_computed else _mib("sent")(record)
 
 
-def loss(record: Record) -> str:
-    """Of the last step that was checked."""
-    return f"{record['loss']:.4f}"
+class SystemColumn(NamedTuple):
+    """A column of the tables of training systems: the page's, and what systems.py prints."""
+
+    header: str
+    cell: Cell
+    legend: str
+    where: str = "page"  # and with --all; or "all" for --all alone, "always" also without it
+    needs: str = "system"  # some record has this field, or there is no such column
+
+
+def system_columns(run: Run) -> list[SystemColumn]:
+    """Those of these records."""
+    first = run[0]["system"]
+    over = "time of a step / that of {} (10th to 90th percentile)"
+    columns = [
+        SystemColumn("system", lambda r: str(r["system"]), "", "always"),
+        SystemColumn("loss", lambda r: f"{r['loss']:.4f}", "of the last verified step"),
+        SystemColumn("p50, ms", CELLS["p50, ms"], "time of a step, median", "always"),
+        SystemColumn("p99, ms", CELLS["p99, ms"], "99th percentile of that time"),
+        SystemColumn(
+            *(f"time / {first}'s (10–90 %)", or_first, over.format("the first system"), "always")
+        ),
+        SystemColumn(
+            "time / ringcomm's",
+            lambda r: comparison(r | {"ratio": r.get("over_ringcomm")}),
+            over.format("the same system over ringcomm"),
+            *("always", "over_ringcomm"),
+        ),
+        SystemColumn(
+            "communication",
+            _communication,
+            "part of the step time that a step without communication does not take",
+            *("always", "communication_share"),
+        ),
+        SystemColumn(
+            "update, ms",
+            lambda r: milliseconds(r["update_p50_us"]),
+            "time of a step minus that of the forward and backward passes",
+        ),
+        SystemColumn("weights", _mib("param"), "MiB of a rank"),
+        SystemColumn("gradients", _mib("grad"), "most MiB of a rank"),
+        SystemColumn("states", _mib("state"), "MiB of a rank for optimizer states"),
+        SystemColumn(
+            *(
+                "sum",
+                _mib("param", "grad", "state"),
+                "MiB of a rank in all, without activations",
+                "always",
+            )
+        ),
+        SystemColumn(
+            "sent",
+            _sent,
+            "MiB that a rank sends in a step; in parentheses if computed, not counted",
+            "always",
+        ),
+        SystemColumn("formula", _mib("formula"), "MiB that the system's formula predicts", "all"),
+        SystemColumn(
+            *("others %", CELLS["others %"], "share of the machine of other programs", "all")
+        ),
+    ]
+    return [column for column in columns if any(column.needs in record for record in run)]
 
 
 def _system_grid(runs: list[Run]) -> list[str]:
     run = runs[0]
-    optional: Columns = [
-        ("time / ringcomm's", _over_ringcomm),
-        ("communication", communication),
-    ]
-    fields = ("over_ringcomm", "communication_share")
-    columns: Columns = [
-        "system",
-        ("loss", loss),
-        *("p50, ms", "p99, ms"),
-        (f"time / {run[0]['system']}'s (10–90 %)", or_first),
-        *(one for name, one in zip(fields, optional, strict=True) if any(name in r for r in run)),
-        ("update, ms", lambda r: milliseconds(r["update_p50_us"])),
-        ("weights", mib("param")),
-        ("gradients", mib("grad")),
-        ("states", mib("state")),
-        ("sum", mib("param", "grad", "state")),
-        ("sent", sent(1)),
-    ]
-    is_negative = any(r["communication_share"]["p50"] < 0 for r in run if fields[1] in r)
-    return [*grid_of(columns, 1, run), *(["", WHY_NEGATIVE] if is_negative else [])]
+    shown = [(one.header, one.cell) for one in system_columns(run) if one.where != "all"]
+    shares = [r["communication_share"]["p50"] for r in run if "communication_share" in r]
+    return [*grid_of(shown, 1, run), *(["", WHY_NEGATIVE] if min(shares, default=0) < 0 else [])]
 
 
 SYSTEMS_HEADING = (

@@ -9,14 +9,14 @@ share of communication in the system's step.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import front_door
 import torch.distributed as dist
-from cells import BUSY, CELLS, Cell, Record, comparison, inverse
+from cells import BUSY, Record, inverse
 from gradient_watch import GradientWatch
 from harness import Bench, Options, Program
-from layouts import communication, loss, mib, sent
+from layouts import system_columns
 from report import Report, records_of, table_of
 from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name
 
@@ -144,72 +144,6 @@ def _time_beyond(timing: Timings, bare: Timings) -> dict[str, float]:
     return {f"update_{name}": value for name, value in percentiles(beyond_us, "us").items()}
 
 
-# ---- what is printed
-
-
-def _named_ratio(record: Record) -> str:
-    """The time over ringcomm's of the same system, else over the first system's, with its name."""
-    ratio = record["ratio"]
-    peer = ratio and ratio["over"]
-    if "over_ringcomm" in record:
-        ratio, peer = record["over_ringcomm"], record["system"].rpartition(" on ")[0]
-    return comparison(record | {"ratio": ratio}).replace("×", f"× {peer}", 1)
-
-
-class Column(NamedTuple):
-    """A column of the table that `ringcomm bench systems` prints."""
-
-    header: str
-    cell: Cell
-    legend: str = ""
-    is_detail: bool = True  # only with --all
-    needs: str = "system"  # the cell of a record without this field is empty
-
-    def text(self, record: Record) -> str:
-        """The cell of a record."""
-        return self.cell(record) if self.needs in record else ""
-
-
-SUM = "weights, gradients and optimizer states of a rank, without activations"
-SENT = "bytes that a rank sends in a step; in parentheses if computed, not counted"
-COMMUNICATION = "part of the step time that a step without communication does not take"
-UPDATE = "time of a step minus that of the forward and backward passes"
-RATIO = "time of a step / that of the named system (10th to 90th percentile)"
-COLUMNS = (
-    Column("system", lambda record: str(record["system"]), is_detail=False),
-    Column("loss", loss, "loss of the last verified step"),
-    Column("step ms", CELLS["p50 ms"], "time of a training step, median", is_detail=False),
-    Column("p99 ms", CELLS["p99 ms"], "99th percentile of that time"),
-    Column("time ratio", _named_ratio, RATIO, is_detail=False),
-    Column("communication", communication, COMMUNICATION, False, "communication_share"),
-    Column("update ms", lambda record: f"{record['update_p50_us'] / 1e3:.2f}", UPDATE),
-    Column("weights MiB", mib("param", digits=2), "memory of a rank for weights"),
-    Column("gradients MiB", mib("grad", digits=2), "most memory of a rank for gradients"),
-    Column("states MiB", mib("state", digits=2), "memory of a rank for optimizer states"),
-    Column("memory MiB", mib("param", "grad", "state", digits=2), SUM, is_detail=False),
-    Column("sent MiB", sent(2), SENT, is_detail=False),
-    Column("formula MiB", mib("formula", digits=2), "bytes that the system's formula predicts"),
-    Column("others %", CELLS["others %"], "share of the machine that other programs used"),
-)
-
-
-def shown_columns(records: list[Record], with_details: bool) -> list[Column]:
-    """Those that are not empty in every record."""
-    return [
-        column
-        for column in COLUMNS
-        if (with_details or not column.is_detail)
-        and any(column.needs in record for record in records)
-    ]
-
-
-def legend_lines(columns: list[Column]) -> list[str]:
-    """A line for each column that needs one, and one for the asterisk."""
-    width = max(len(column.header) for column in columns)
-    lines = [(column.header, column.legend) for column in columns if column.legend]
-    return [f"{name.ljust(width)}  {text}" for name, text in [*lines, ("*", BUSY)]]
-
-
 # ---- the command line
 
 
@@ -248,14 +182,17 @@ def measure_all(options: Options, report: Report) -> None:
 
 def show(options: Options, records: list[Record]) -> list[Any]:
     """A title, the table, and what its columns are."""
-    columns = shown_columns(records, options.all)
-    table = table_of([(column.header, column.text) for column in columns], "", records)
+    columns = [one for one in system_columns(records) if options.all or one.where == "always"]
+    table = table_of([(one.header, one.cell) for one in columns], "", records)
     title = (
         f"training steps of {options.world_size} ranks; a decoder of {options.num_params:,}"
         f" parameters, {options.rows} × {options.tokens} tokens per rank"
     )
+    width = max(len(one.header) for one in columns)
+    legend = [(one.header, one.legend) for one in columns if one.legend] + [("*", BUSY)]
+    lines = [f"{header.ljust(width)}  {text}" for header, text in legend]
     more = [] if options.all else ["--all shows losses, percentiles and memory by part"]
-    return [title, table, *legend_lines(columns), *more]
+    return [title, table, *lines, *more]
 
 
 PROGRAM = Program(
