@@ -298,7 +298,7 @@ def measure_device_point(bench: Bench, placement: Placement, point: Point) -> li
     def prepare(call: Call) -> Call:
         return captured([call], bench.device) if point.method.graph_calls else call
 
-    records, (speeds,) = measure_verified(
+    records, (speeds, *_) = measure_verified(
         bench,
         partial(count_wrong, bench, operation, sets[0], prepare),
         partial(_contender, bench, point, sets),
