@@ -27,8 +27,8 @@ from cells import (
     milliseconds,
     or_first,
     share_range,
+    title_of,
 )
-from palette import title_of
 
 from ringcomm.screen import byte_count, counted, factor
 

@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
-from cells import Record, Run
+from cells import GREY, LIBRARIES, Record, Run, colors_of, title_of
 from front_door import DEFAULT_SIZES
 from layouts import LAYOUTS, Layout
-from palette import GREY, LIBRARIES, colors_of, title_of
 from table import SHOWN_WORLDS, machine_of, newest, read_results
 
 from _ringcomm.status import EXIT_OK, run_main
