@@ -341,10 +341,11 @@ def draw_bars(records: list[Record], path: Path) -> bool:
             drawn = one.barh([*map(title_of, shown)], times, color=[LIBRARIES[n] for n in shown])
             one.bar_label(drawn, [in_seconds(time * 1e-6) for time in times], padding=4)
             one.set_title(title, loc="left", fontsize=9, fontweight="bold")
-            ratio = shown["gloo"].get("over_ringcomm") or shown["gloo"]["ratio"]
-            runs = counted(len(speed_ups), "run")
-            said = f"{factor(ratio['p50'])}× as fast as Gloo ({found[title].span()} in {runs})"
-            one.set_title(said, loc="right", fontsize=8, color=GREY)
+            gloo = shown.get("gloo", {})
+            if speed_ups and (ratio := gloo.get("over_ringcomm") or gloo.get("ratio")):
+                runs = f"{found[title].span()} in {counted(len(speed_ups), 'run')}"
+                said = f"{factor(ratio['p50'])}× as fast as Gloo ({runs})"
+                one.set_title(said, loc="right", fontsize=8, color=GREY)
             one.invert_yaxis()
             one.set(xticks=[], xlim=(0, 1.15 * max(times)))
             one.tick_params(left=False)
