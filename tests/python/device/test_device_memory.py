@@ -81,7 +81,9 @@ def test_with_less_memory_than_predicted_they_run_out_of_it() -> None:
     """A byte less is a segment less, and the tensors of the peak do not fit into the others."""
     pytest.importorskip("transformers")
     reserved_bytes = predicted()["predicted_reserved_bytes"]
-    assert reserved_bytes - predicted_memory.SMALL_SEGMENT_BYTES < predicted()["predicted_peak_bytes"]
+    assert (
+        reserved_bytes - predicted_memory.SMALL_SEGMENT_BYTES < predicted()["predicted_peak_bytes"]
+    )
     found = train_with(reserved_bytes - 1)
     assert "out of memory" in found["error"]
     assert found["refused"]
