@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from _ringcomm.values import MAX_OTHERS_PERCENT
-from ringcomm.screen import byte_count, counted, factor
+from ringcomm.screen import COLORS, byte_count, counted, factor
 
 Record = dict[str, Any]
 Run = list[Record]  # one point: a record per backend, or one of a race
@@ -126,3 +126,48 @@ def grid_of(columns: Columns, num_words: int, records: list[Record]) -> list[str
     """A row per record, in Markdown; the first ``num_words`` columns are words."""
     headers, cells = zip(*map(column_of, columns), strict=True)
     return grid(list(headers), num_words, [[cell(r) for cell in cells] for r in records])
+
+
+# ---- colours and titles: each library has the same ones wherever it is compared
+
+GREY = "#7f7f7f"
+# Of what is no library, such as an algorithm: from Tol's muted colours, and black.
+OTHERS = ("#332288", "#44aa99", "#882255", "#222222")
+
+# By the name of a backend or a library in records.
+LIBRARIES = {
+    "ringcomm": COLORS["blue"],
+    "in place": "#12355b",  # ringcomm's losses in their logits, and by Triton
+    "triton": "#5f8fd3",
+    "gloo": COLORS["orange"],
+    "mpi4py": COLORS["green"],
+    "nccl": COLORS["pink"],
+    "torch": COLORS["yellow"],
+    "compile": COLORS["sky"],
+    "liger": "#7a5195",
+    "deepspeed": "#8c564b",
+    "vllm": "#808000",
+    "quack": "#b3446c",
+    "copy": GREY,  # a copy of the data: no library
+}
+_TITLES = {
+    "gloo": "Gloo",
+    "mpi4py": "Intel MPI",
+    "nccl": "NCCL",
+    "compile": "torch.compile",
+    "liger": "Liger",
+    "deepspeed": "DeepSpeed",
+    "vllm": "vLLM",
+    "quack": "QuACK",
+}
+
+
+def title_of(library: str) -> str:
+    """How a library is written, by its name in records."""
+    return _TITLES.get(library, library)
+
+
+def colors_of(names: list[str]) -> dict[str, str]:
+    """A colour for each name: of a library its own, of others one that no library has, in order."""
+    free = iter(OTHERS)
+    return {name: LIBRARIES.get(name) or next(free, GREY) for name in names}

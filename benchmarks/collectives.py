@@ -18,11 +18,10 @@ import placement
 import torch
 import torch.distributed as dist
 from cells import BUSY, Columns, Record, before_after, comparison, microseconds
-from device_point import Method, Point, measure_device_point
 from groups import MPI, labelled, open_groups, run_ranks
 from harness import Bench, Options
 from operations import DEVICE_KIND, OPERATIONS, RINGCOMM
-from point import measure_point
+from point import Method, Point, measure_device_point, measure_point
 from report import Report, table_of
 
 from ringcomm.measure.ranks import joined_world_size, mpi_world_size
@@ -114,22 +113,37 @@ def _progress_line(records: list[Record]) -> str:
     return f"{first['op']} {first['bytes']:,} bytes{mode}: {times}; {ratios}{state}"
 
 
-def _results_table(records: list[Record]) -> Any:
+def _results_table(records: list[Record], on_devices: bool) -> Any:
+    """A row per backend and point; on devices also what a call was like, and the floor."""
+    clocks = {
+        "events": "events between every few calls",
+        "host": "the host's clock around a synchronize",
+    }
     caption = (
         "The time of a call is that of its slowest rank. Time / ringcomm's: median, in parentheses"
         f" the 10th to 90th percentile; * {BUSY}."
     )
+    call: Columns = []
+    floor: Columns = []
+    if on_devices:
+        said = ", ".join(clocks[name] for name in sorted({record["clock"] for record in records}))
+        caption += (
+            f" Clock: {said}. Floor: time of a copy of the bytes in this run. Buffers rotate, so"
+            " that no call finds its data in the L2 cache."
+        )
+        count, redop = lambda r: f"{r['count']:,}", lambda r: r["reduction"]
+        call = [("count", count), "type", ("redop", redop), "mode"]
+        floor = [("of floor", lambda r: f"{r['share_of_floor']:.0%}")]
     columns: Columns = [
-        "op",
-        BYTES,
-        *("backend", "p50 µs", "p99 µs"),
+        *("op", BYTES, *call, "backend", "p50 µs", "p99 µs"),
         ("algbw GB/s", lambda r: f"{r['algbw_gb_per_s']:.3f}"),
         ("busbw GB/s", lambda r: f"{r['busbw_gb_per_s']:.3f}"),
+        *floor,
         ("wrong", lambda r: f"{r['wrong_elems']:,}"),
         "time / ringcomm's",
         ("algorithm", lambda r: "+".join(r["algorithms"])),
     ]
-    return table_of(columns, caption, records, ("op", "bytes"))
+    return table_of(columns, caption, records, ("bytes", "mode") if on_devices else ("op", "bytes"))
 
 
 def _machine_table(records: list[Record]) -> Any:
@@ -146,40 +160,12 @@ def _machine_table(records: list[Record]) -> Any:
     return table_of(columns, caption, [*points.values()])
 
 
-def _device_table(records: list[Record]) -> Any:
-    clocks = {
-        "events": "events between every few calls",
-        "host": "the host's clock around a synchronize",
-    }
-    said = ", ".join(clocks[name] for name in sorted({record["clock"] for record in records}))
-    caption = (
-        f"Clock: {said}. Floor: time of a copy of the bytes in this run. Buffers rotate, so that no"
-        " call finds its data in the L2 cache."
-        f" * {BUSY}."
-    )
-    columns: Columns = [
-        "op",
-        BYTES,
-        ("count", lambda r: f"{r['count']:,}"),
-        "type",
-        ("redop", lambda r: r["reduction"]),
-        *("mode", "backend", "p50 µs", "p99 µs"),
-        ("algbw GB/s", lambda r: f"{r['algbw_gb_per_s']:.2f}"),
-        ("busbw GB/s", lambda r: f"{r['busbw_gb_per_s']:.2f}"),
-        ("of floor", lambda r: f"{r['share_of_floor']:.0%}"),
-        ("#wrong", lambda r: f"{r['wrong_elems']:,}"),
-        "time / ringcomm's",
-        ("algorithm", lambda r: "+".join(r["algorithms"])),
-    ]
-    return table_of(columns, caption, records, ("bytes", "mode"))
-
-
 def show(options: Options, records: list[Record]) -> list[Any]:
     """The tables; on devices one, of which a terminal may be too narrow."""
     if not options.placement.is_cpu:
-        return [options.title, _device_table(records)]
+        return [options.title, _results_table(records, on_devices=True)]
     title = f"{options.world_size} ranks, {', '.join(options.dtype)}, {options.device}"
-    return [title, _results_table(records), _machine_table(records)]
+    return [title, _results_table(records, on_devices=False), _machine_table(records)]
 
 
 # ---- the command line

@@ -32,11 +32,11 @@ import harness  # before torch: it sets the number of threads
 import numpy as np
 import torch
 import torch.distributed as dist
-from death_tables import BACKENDS, COLUMNS, HOSTS, SHRINK, STAY
 from deaths_mpi import CALL, PID, RAISED
 from harness import Options, Report, flag
+from layouts import AFTER_DEATH, DEATH_COLUMNS, HOSTS, SHRINK, STAY
+from race import Weather
 from run_all import find_mpiexec
-from weather import Weather
 
 import ringcomm
 from _ringcomm.values import several, whole, words
@@ -146,14 +146,14 @@ def be_rank(rank: int, board: Any, backend: str, moment: str, seed: int, victim:
     except RuntimeError as error:  # Gloo's, and DistBackendError
         row[RAISED] = time.monotonic()
         row[IS_NAMED] = isinstance(error, ringcomm.PeerDiedError) and error.rank == victim
-    if BACKENDS[backend] == SHRINK:
+    if AFTER_DEATH[backend] == SHRINK:
         new = ringcomm.shrink()
         row[SHRUNK] = time.monotonic()
         total = torch.ones(3)
         dist.all_reduce(total, group=new)
         row[IS_RIGHT] = total.tolist() == [world_size - 1.0] * 3
         dist.destroy_process_group()
-    elif BACKENDS[backend] == STAY:
+    elif AFTER_DEATH[backend] == STAY:
         time.sleep(2 * LIMIT_S)
 
 
@@ -209,7 +209,7 @@ def die_once(board: Any, backend: str, moment: str, source: random.Random) -> De
     world_size = len(board)
     victim, seed = source.randrange(world_size), source.randrange(1 << 30)
     others = [rank for rank in range(world_size) if rank != victim]
-    has_shrink = BACKENDS[backend] == SHRINK
+    has_shrink = AFTER_DEATH[backend] == SHRINK
     with forked(board, backend, moment, seed, victim):
         killed = kill_one(board, victim, source)
         wait_for(lambda: bool(board[others, RAISED].all()), LIMIT_S)
@@ -310,7 +310,7 @@ def measure(options: Options, report: Report) -> None:
             continue
         record = measure_point(backend, world_size, moment, options)
         report.add([record])
-        print(" | ".join(cell(record) for _, cell in COLUMNS), flush=True)
+        print(" | ".join(cell(record) for _, cell in DEATH_COLUMNS), flush=True)
 
 
 CORES = len(os.sched_getaffinity(0))
@@ -319,7 +319,7 @@ PROGRAM = harness.Program(
     kind="deaths",
     measure=measure,
     flags=[
-        flag("--backends", words, ",".join(BACKENDS), known=BACKENDS),
+        flag("--backends", words, ",".join(AFTER_DEATH), known=AFTER_DEATH),
         flag("--worlds", several(whole(2)), "2,4,8", "numbers of ranks"),
         flag("--deaths", whole(1), 100, "of each point over ringcomm"),
         flag("--peer-deaths", whole(1), 10, "of each point over others"),

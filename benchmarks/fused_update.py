@@ -28,7 +28,7 @@ import harness  # before torch: it sets the number of threads
 import placement
 import torch
 import torch.distributed as dist
-from command_line import NCCL_FLAG
+from front_door import NCCL_FLAG
 from groups import labelled, open_groups
 from harness import Bench, Options, Report, flag
 from placement import Placement

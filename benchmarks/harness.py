@@ -28,11 +28,12 @@ import placement  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cells import CHECKOUT as ROOT  # noqa: E402
 from cells import RESULTS, Columns, Record  # noqa: E402
-from command_line import CommandLine, flag, names  # noqa: E402
+from front_door import CommandLine, flag, names  # noqa: E402
 from groups import run_ranks  # noqa: E402
+from layouts import LAYOUTS  # noqa: E402
 from race import Bench, make_bench  # noqa: E402
 from report import Report, default_path, table_of  # noqa: E402
-from table import LAYOUTS, tables  # noqa: E402
+from table import tables  # noqa: E402
 
 from _ringcomm.status import run_main  # noqa: E402
 from ringcomm.measure.ranks import Team  # noqa: E402

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from palette import LIBRARIES
+from cells import LIBRARIES
 
 from ringcomm.screen import COLORS
 

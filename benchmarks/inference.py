@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import harness  # before torch: it sets the number of threads
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from decode import AddNorm, Decoder, make_model
 from harness import Bench, Options, flag
-from operators import deepspeed_all_reduce, vllm_all_reduce
+from operators import FLAGS, open_operators
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -76,13 +75,10 @@ def own_ways(alone: dist.ProcessGroup) -> dict[str, AddNorm]:
 
 def peers_of(team: Team, options: Options) -> dict[str, AddNorm]:
     """The ways of other projects, of those that are given; vLLM's with its own fused norm."""
-    ways: dict[str, AddNorm] = {}
-    if options.deepspeed:
-        ways["DeepSpeed"] = in_two(deepspeed_all_reduce(team, options.deepspeed))
-    if options.vllm:
-        reduce = vllm_all_reduce(team, options.vllm)
-        ways["vLLM"] = in_two(reduce, torch.ops._C.fused_add_rms_norm)
-    return ways
+    return {
+        name: in_two(reduce, torch.ops._C.fused_add_rms_norm) if name == "vLLM" else in_two(reduce)
+        for name, reduce in open_operators(team, options).items()
+    }
 
 
 def check_call(team: Team, add_norm: AddNorm, dtype: torch.dtype) -> int:
@@ -164,8 +160,7 @@ PROGRAM = harness.Program(
         flag("--dtype", str, "bfloat16", choices=("float32", "bfloat16")),
         flag("--hidden", int, 512, "of the decoder"),
         flag("--layers", int, 4, "of the decoder"),
-        flag("--deepspeed", Path, None, "DeepSpeed's shared-memory extension"),
-        flag("--vllm", Path, None, "a library of vLLM's shared-memory operators"),
+        *FLAGS,
     ],
     file=lambda options: f"inference-w{WORLD_SIZE}",
     named=("dtype", "hidden", "layers"),

@@ -28,13 +28,13 @@ import torch.distributed as dist
 from groups import MPI, MPI_ENVIRONMENT, labelled, open_groups
 from harness import Bench, Options, flag
 from operations import OPERATIONS, Buffers, Place
-from operators import MAX_VLLM_RANKS, Reduce, deepspeed_all_reduce, vllm_all_reduce
+from operators import FLAGS, open_operators
 from report import Report
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from _ringcomm.values import byte_counts, several, whole, words
 from ringcomm import ops
-from ringcomm.measure.ranks import Team, joined_world_size, mpi_world_size
+from ringcomm.measure.ranks import joined_world_size, mpi_world_size
 from ringcomm.measure.timing import Contender
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
@@ -52,16 +52,6 @@ LIMIT_S = 600.0
 def mpi_name(version: str) -> str:
     """The library of a version's line."""
     return next((name for name in ("Open MPI", "MPICH") if name in version), "Intel MPI")
-
-
-def open_operators(team: Team, options: Options) -> dict[str, Reduce]:
-    """The other projects' all_reduces, of those that are given. Collective."""
-    operators = {}
-    if options.deepspeed:
-        operators["DeepSpeed"] = deepspeed_all_reduce(team, options.deepspeed)
-    if options.vllm and team.world_size <= MAX_VLLM_RANKS:
-        operators["vLLM"] = vllm_all_reduce(team, options.vllm)
-    return operators
 
 
 def calls_of(op: str, groups: dict[str, Any], x: Buffers) -> Calls:
@@ -145,8 +135,7 @@ PROGRAM = harness.Program(
         flag("--sizes", byte_counts, SIZES, "bytes of the buffer"),
         flag("--runs", whole(1), 1, "how often everything is measured"),
         flag("--mpi", words, [], "Pythons with mpi4py, mpiexec beside them", metavar="PYTHON"),
-        flag("--deepspeed", Path, None, "DeepSpeed's shared-memory extension", metavar="FILE"),
-        flag("--vllm", Path, None, "a library of vLLM's shared-memory operators", metavar="FILE"),
+        *FLAGS,
     ],
 )
 

@@ -190,14 +190,14 @@ def predict(
     }
     parts["working set"] = peak_bytes - sum(parts.values())
     reserved_bytes = trace.allocator.reserved_bytes
-    fields = {"predicted_bytes": peak_bytes, "predicted_reserved_bytes": reserved_bytes}
+    fields = {"predicted_peak_bytes": peak_bytes, "predicted_reserved_bytes": reserved_bytes}
     return {**fields, "predicted_parts": parts}
 
 
 def sentence_of(predicted: dict[str, Any]) -> str:
     """What is printed of it before the steps."""
     parts = (f"{part / GIB:.2f} {name}" for name, part in predicted["predicted_parts"].items())
-    peak, reserved = predicted["predicted_bytes"], predicted["predicted_reserved_bytes"]
+    peak, reserved = predicted["predicted_peak_bytes"], predicted["predicted_reserved_bytes"]
     return f"{peak / GIB:.2f} GiB ({', '.join(parts)}), {reserved / GIB:.2f} GiB reserved"
 
 
@@ -225,35 +225,40 @@ def _step(optimizer: Any, loss: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
+class RefusedError(RankError):
+    """What a way is predicted to take is not free."""
+
+
 def attempt(
     way: str, options: Options, num_layers: int, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """Runs ``train`` in a separate process; returns None if it did not run, and says why.
+    """Runs ``train`` in a separate process; returns None where memory ran out, and says so.
 
     Raises:
+        RefusedError: it was not begun.
         RankError: it failed otherwise, or ran out of memory after a prediction.
     """
-    found: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
 
     def main(team: Team) -> None:
         device, predicted = options.placement.take(0), {}
         if options.predict:
             predicted = predict(way, options, num_layers, as_cuda=device.type == "cuda")
-            team.report(f"predicted {sentence_of(predicted)}")
+            team.report({"predicted": sentence_of(predicted)})
             refused = refusal(predicted, device)
             if refused:
-                team.report(refused)
+                team.report({"refused": refused})
                 return
         trained = train(way, options, num_layers, device)
         for name in ("peak_bytes", "reserved_bytes") if predicted and _is_counted(device) else ():
             predicted[f"{name}_of_prediction"] = trained[name] / predicted[f"predicted_{name}"]
         team.report({**trained, **predicted})
 
-    def receive(message: Any) -> None:
-        if isinstance(message, str):
-            say(f"{way}: {message}")
+    def receive(message: dict[str, Any]) -> None:
+        if "predicted" in message:
+            say(f"{way}: predicted {message['predicted']}")
         else:
-            found.append(message)
+            found.update(message)
 
     try:
         run_ranks(1, main, receive)
@@ -261,7 +266,9 @@ def attempt(
         if options.predict or "OutOfMemoryError" not in str(error):
             raise
         say(f"{way}: out of memory with {num_layers} layers")
-    return found[0] if found else None
+    if "refused" in found:
+        raise RefusedError(f"{way}: {found['refused']}")
+    return found or None
 
 
 def grow(way: str, options: Options, say: Callable[[str], None]) -> dict[str, Any] | None:
@@ -269,7 +276,11 @@ def grow(way: str, options: Options, say: Callable[[str], None]) -> dict[str, An
     best, fits, limit = None, 0, MAX_LAYERS
     num_layers = FIRST_LAYERS
     while fits < num_layers < limit and num_layers - fits >= max(1, fits // 16):
-        found = attempt(way, options, num_layers, say)
+        try:
+            found = attempt(way, options, num_layers, say)
+        except RefusedError as error:
+            found = None
+            say(str(error))
         if found is None:
             limit = num_layers
         else:
@@ -279,17 +290,27 @@ def grow(way: str, options: Options, say: Callable[[str], None]) -> dict[str, An
 
 
 def measure(options: Options, report: Report) -> None:
-    """Runs every way in turn and reports each result at once."""
+    """Runs every way in turn and reports each result at once.
+
+    Raises RankError at the end with the ways that were refused.
+    """
     from transformers import LlamaForCausalLM  # noqa: F401 - seconds' worth, before the forks
 
+    refused = []
     for name in options.ways or (GROWN if options.grow else WAYS):
         if name == "lomo_optim" and importlib.util.find_spec("lomo_optim") is None:
             report.console.print("not available: lomo_optim is not installed")
             continue
         run = grow if options.grow else partial(attempt, num_layers=options.layers)
-        found = run(name, options, say=report.console.print)
+        try:
+            found = run(name, options, say=report.console.print)
+        except RefusedError as error:
+            refused.append(str(error))
+            continue
         if found is not None:
             report.add([{"way": name, "grown": options.grow, **found, "verified": True}])
+    if refused:
+        raise RankError("; ".join(refused))
 
 
 def check(options: Options) -> None:

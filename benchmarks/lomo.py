@@ -72,41 +72,35 @@ WAYS: dict[str, Way] = {
 }
 
 
-class Trainer:
-    """One rank's model and optimizer, trained repeatedly on the same rows."""
+def trainer(name: str, team: Team, options: Options) -> tuple[Callable[[], float], GradientWatch]:
+    """A step of this rank's model on the same rows; it returns the loss before it."""
+    way = WAYS[name]
+    model = Llama(PRESETS[options.size])
+    watch = GradientWatch(model)
+    group = dist.group.WORLD if team.world_size > 1 else None
+    optimizer = watch.optimizer = way.make(model, group)
+    own = optimizer if isinstance(optimizer, InBackwardOptimizer) else None
+    call: nn.Module = model
+    if group is not None and own is None:
+        call = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    generator = torch.Generator().manual_seed(1 + team.rank)
+    rows = torch.randint(256, (options.rows, options.context + 1), generator=generator)
+    inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    def __init__(self, name: str, team: Team, options: Options) -> None:
-        way = WAYS[name]
-        model = Llama(PRESETS[options.size])
-        self._params = list(model.parameters())
-        self.watch = GradientWatch(model)
-        self._clips = way.clips
-        group = dist.group.WORLD if team.world_size > 1 else None
-        self._optimizer = way.make(model, group)
-        self.watch.optimizer = self._optimizer
-        self._model: nn.Module = model
-        self._own = self._optimizer if isinstance(self._optimizer, InBackwardOptimizer) else None
-        if group is not None and self._own is None:
-            self._model = DistributedDataParallel(
-                model, process_group=group, gradient_as_bucket_view=True
-            )
-        generator = torch.Generator().manual_seed(1 + team.rank)
-        rows = torch.randint(256, (options.rows, options.context + 1), generator=generator)
-        self._inputs, self._targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    def step(self) -> float:
-        """Trains one step; returns the loss before it."""
-        loss = self._model(self._inputs, self._targets)
-        if self._own is not None:
-            self._own.backward(loss)
-            self.watch.look()
+    def step() -> float:
+        loss = call(inputs, targets)
+        if own is not None:
+            own.backward(loss)
+            watch.look()
         else:
             loss.backward()
-        if self._clips:
-            nn.utils.clip_grad_norm_(self._params, CLIP_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        if way.clips:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
         return float(loss.detach())
+
+    return step, watch
 
 
 def differing(team: Team, losses: dict[str, list[float]]) -> dict[str, int]:
@@ -125,13 +119,11 @@ def run_rank(bench: Bench, options: Options) -> None:
     torch.set_num_threads(1)
     if team.world_size > 1:
         open_default_group(team, "ringcomm")
-    trainers, losses, grad_bytes = {}, {}, {}
+    steps, losses, grad_bytes = {}, {}, {}
     for name in options.ways:
-        trainer = Trainer(name, team, options)
-        losses[name] = [trainer.step() for _ in range(CHECKED_STEPS)]
-        grad_bytes[name] = max(team.share(trainer.watch.stop()))
-        trainers[name] = trainer
-    steps = {name: trainer.step for name, trainer in trainers.items()}
+        steps[name], watch = trainer(name, team, options)
+        losses[name] = [steps[name]() for _ in range(CHECKED_STEPS)]
+        grad_bytes[name] = max(team.share(watch.stop()))
     records = bench.race(steps, SUBJECT, differing(team, losses))
     bench.report([record | {"grad_bytes": grad_bytes[record["way"]]} for record in records])
 

@@ -11,7 +11,7 @@
             computing, and the share that the paper's formula gives for the bandwidth and the
             speed measured here
 
-Everything takes turns, round by round.
+One rank measures everything, in turn.
 """
 
 from __future__ import annotations
@@ -22,78 +22,62 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import harness  # before torch: it sets the number of threads
 import torch
-import torch.distributed as dist
+from cells import Record
 from gradient_watch import io_bytes_of
-from harness import Options, Report, flag
+from harness import Bench, Options, flag
+from race import OwnClock
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from weather import Weather
 
 from ringcomm import ops
-from ringcomm.measure.machine import OthersWatch
-from ringcomm.measure.timing import percentiles
+from ringcomm.measure.timing import Contender, open_default_group
 from ringcomm.parallel import activations, get_state_dict, offload, zero
 from ringcomm.parallel.offload.device_copies import host_copy
 from ringcomm.parallel.offload.file_store import FileStore
 from ringcomm.parallel.offload.transfers import empty_row
 from ringcomm.screen import counted
 
-MIN_ROUNDS = 5
 FILE_BYTES = 512 << 20
 BLOCK_BYTES = 1 << 20
 ADAM_SIZES = (1 << 16, 1 << 20, 1 << 24)
 LAYERS, WIDTH, ROWS = 12, 1024, (64, 512, 2048)
+CHECKED_STEPS = 2
 
-Record = dict[str, Any]
-
-
-def rounds(turns: Mapping[str, Callable[[], float]], seconds: float) -> dict[str, list[float]]:
-    """Values by name of some rounds; every second one has its turns in reverse order."""
-    names = list(turns)
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:  # first touches
-        turns[name]()
-    begin, number = time.monotonic(), 0
-    while number < MIN_ROUNDS or time.monotonic() - begin < seconds:
-        for name in names if number % 2 == 0 else names[::-1]:
-            found[name].append(turns[name]())
-        number += 1
-    return found
+Calls = dict[str, Callable[[], object] | Contender]
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Its seconds."""
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+def compared(
+    bench: Bench, part: str, name: str, calls: Calls, num_bytes: int = 0, seconds: float = 0.0
+) -> tuple[Record, dict[str, float]]:
+    """A record of ringcomm's call, the first one, beside a peer's if there is one.
 
+    With `num_bytes` it has bytes per second in place of times. And the median seconds of each.
+    """
+    mine, *others = bench.race(calls, next(iter(calls)), seconds=seconds or bench.seconds)
+    unit, peer = ("bytes_per_s" if num_bytes else "us"), next(iter(others), None)
 
-def _compared(
-    part: str, name: str, mine: list[float], peer: str, theirs: list[float] | None, unit: str = "us"
-) -> Record:
-    """The fields of seconds, or of rates, beside a peer's if there is one."""
-    is_time = unit == "us"
-    scale, ratio = 1e6 if is_time else 1, None
-    if theirs:  # of neighbours, more than 1 where ringcomm is faster
-        pairs = zip(mine, theirs, strict=True)
-        found = percentiles((b / a if is_time else a / b for a, b in pairs), "ratio")
-        ratio = {name: found[f"{name}_ratio"] for name in ("p50", "p10", "p90")}
+    def value(time_us: float) -> float:
+        return 1e6 * num_bytes / time_us if num_bytes else time_us
+
+    points = {"p10": "p90", "p50": "p50", "p90": "p10"} if num_bytes else {}
+    points = points or {point: point for point in ("p10", "p50", "p90", "p99")}
+    ratio = peer["ratio"] if peer else None  # more than 1 where ringcomm is faster
     return {
         "part": part,
         "name": name,
-        **percentiles((scale * value for value in mine), unit),
-        "peer": peer,
-        f"peer_p50_{unit}": scale * median(theirs) if theirs else None,
-        "ratio": ratio,
-    }
+        **{f"{point}_{unit}": value(mine[f"{of}_us"]) for point, of in points.items()},
+        "peer": peer["way"] if peer else None,
+        f"peer_p50_{unit}": value(peer["p50_us"]) if peer else None,
+        "ratio": ratio and {point: ratio[point] for point in ("p50", "p10", "p90")},
+        **{key: mine[key] for key in ("others_busy_percent", "quiet", "num_attempts")},
+    }, {record["way"]: record["p50_us"] * 1e-6 for record in (mine, *others)}
 
 
 # ---- files
@@ -111,32 +95,28 @@ def fio(folder: Path, direction: str) -> float:
     return float(found[direction]["bw_bytes"])
 
 
-def file_record(store: FileStore, direction: str, with_fio: bool, seconds: float) -> Record:
+def file_record(bench: Bench, store: FileStore, direction: str, with_fio: bool) -> Record:
     """One direction, ringcomm's and fio's in turn."""
     row = empty_row(FILE_BYTES, torch.uint8)
     row.copy_((torch.arange(FILE_BYTES // 8) * 2654435761).view(torch.uint8))
     expected = row.clone()
     store.put("row", row).wait()
     move = store.put if direction == "write" else store.get
-
-    def mine() -> float:
-        return FILE_BYTES / timed(lambda: move("row", row).wait())
-
-    turns: dict[str, Callable[[], float]] = {"ringcomm": mine}
+    calls: Calls = {"ringcomm": lambda: move("row", row).wait()}
     if with_fio:
-        turns["fio"] = partial(fio, store.path, direction)
-    found, name = rounds(turns, seconds), f"{direction}, threads"
-    return {
-        **_compared("files", name, found["ringcomm"], "fio", found.get("fio"), "bytes_per_s"),
+        calls["fio"] = OwnClock(lambda: FILE_BYTES / fio(store.path, direction), bench.align)
+    record, _ = compared(bench, "files", f"{direction}, threads", calls, FILE_BYTES)
+    return record | {
+        "peer": "fio",
         "is_direct": store.is_direct,
         "verified": torch.equal(row, expected),
     }
 
 
-def measure_files(options: Options, folder: Path) -> list[Record]:
+def measure_files(bench: Bench, options: Options, folder: Path) -> list[Record]:
     """A record per direction."""
     store = FileStore(folder, block_bytes=BLOCK_BYTES)
-    records = [file_record(store, name, options.fio, options.seconds) for name in ("write", "read")]
+    records = [file_record(bench, store, name, options.fio) for name in ("write", "read")]
     store.close()
     return records
 
@@ -144,7 +124,7 @@ def measure_files(options: Options, folder: Path) -> list[Record]:
 # ---- AdamW
 
 
-def adam_record(num_elems: int, num_threads: int, seconds: float) -> Record:
+def adam_record(bench: Bench, num_elems: int, num_threads: int) -> Record:
     """Both optimizers on separate weights."""
     param, grad = torch.randn(num_elems), torch.randn(num_elems)
     state = {name: torch.zeros(num_elems) for name in ("exp_avg", "exp_avg_sq")}
@@ -159,28 +139,22 @@ def adam_record(num_elems: int, num_threads: int, seconds: float) -> Record:
         ops.optimizer_update_(param, grad, state, optimizer=rule, step=num_steps)
 
     theirs = torch.optim.AdamW([other], lr=1e-3, fused=True)
-    num_calls = max(1, (1 << 22) // num_elems)
-
-    def repeated(call: Callable[[], Any]) -> float:
-        return timed(lambda: [call() for _ in range(num_calls)]) / num_calls
-
-    turns = {"ringcomm": partial(repeated, mine), "torch": partial(repeated, theirs.step)}
-    found = rounds(turns, seconds)
+    for _ in range(CHECKED_STEPS):
+        mine()
+        theirs.step()
+    is_right = torch.allclose(param, other, rtol=1e-5, atol=1e-6)
     name = f"{num_elems:,} weights, {counted(num_threads, 'thread')}"
-    return {
-        **_compared("adam", name, found["ringcomm"], "torch fused", found["torch"]),
-        "num_threads": num_threads,
-        "verified": torch.allclose(param, other, rtol=1e-5, atol=1e-6),
-    }
+    calls: Calls = {"ringcomm": mine, "torch fused": theirs.step}
+    record, _ = compared(bench, "adam", name, calls, seconds=bench.seconds / 4)
+    return record | {"num_threads": num_threads, "verified": is_right}
 
 
-def measure_adam(options: Options) -> list[Record]:
+def measure_adam(bench: Bench) -> list[Record]:
     """A record per size and number of threads."""
     records = []
     for num_threads in dict.fromkeys((1, os.cpu_count() or 1)):
         torch.set_num_threads(num_threads)
-        seconds = options.seconds / 4
-        records += [adam_record(n, num_threads, seconds) for n in ADAM_SIZES]
+        records += [adam_record(bench, n, num_threads) for n in ADAM_SIZES]
     torch.set_num_threads(1)
     return records
 
@@ -226,7 +200,9 @@ class Steps:
         seconds = {}
         for half, call in halves.items():
             before = sum(io_bytes_of(self.optimizer))
-            seconds[half] = timed(call)
+            begin = time.perf_counter()
+            call()
+            seconds[half] = time.perf_counter() - begin
             self.moved[half] = sum(io_bytes_of(self.optimizer)) - before
         self.optimizer.zero_grad()
         return seconds
@@ -236,62 +212,55 @@ class Steps:
         return [*get_state_dict(self.model, full=True)[0].values()]
 
 
-def measure_steps(options: Options, folder: Path) -> list[Record]:
-    """Records by number of tokens: of the phases of a step, and of checkpoints."""
-    store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("ringcomm", store=store, rank=0, world_size=1)
-    records = [one for tokens in ROWS for one in phase_records(tokens, options, folder)]
-    records += [checkpoint_record(tokens, options.seconds) for tokens in ROWS]
-    dist.destroy_process_group()
-    return records
-
-
 def flop_of(tokens: int) -> int:
     """Of a forward and backward pass, and the forward pass again."""
     return 8 * tokens * LAYERS * WIDTH**2
 
 
-def phase_records(tokens: int, options: Options, folder: Path) -> list[Record]:
+def phase_records(
+    bench: Bench, tokens: int, bandwidth: dict[str, float], folder: Path
+) -> list[Record]:
     """Two records: forward and backward, and the update after them."""
     x = torch.randn(tokens, WIDTH)
     files, plain = Steps(x, folder / f"steps{tokens}"), Steps(x, None)
-    found: dict[str, list[float]] = {}
-
-    def turn(name: str, steps: Steps) -> float:
-        for half, seconds in steps.turn().items():
-            found.setdefault(f"{name} {half}", []).append(seconds)
-        return 0.0
-
-    rounds(
-        {n: partial(turn, n, s) for n, s in (("files", files), ("plain", plain))}, options.seconds
-    )
-    names = {"compute": "forward, backward", "update": "update"}
+    for steps in (files, plain):
+        for _ in range(CHECKED_STEPS):
+            steps.turn()
     is_right = all(
         torch.allclose(mine, theirs, rtol=1e-3, atol=1e-5)
         for mine, theirs in zip(files.values(), plain.model.state_dict().values(), strict=True)
     )
-    files.optimizer.close()
-    peak = flop_of(tokens) / median(found["plain compute"][1:])
-    records = []
-    for phase, name in names.items():
+    records: list[Record] = []
+    for phase, name in (("compute", "forward, backward"), ("update", "update")):
+
+        def seconds_of(steps: Steps, phase: str = phase) -> float:
+            return steps.turn()[phase]
+
+        calls: Calls = {
+            "files": OwnClock(partial(seconds_of, files), bench.align),
+            "in memory": OwnClock(partial(seconds_of, plain), bench.align),
+        }
+        told = f"{name}, {tokens} tokens"
+        record, took = compared(bench, "steps", told, calls, seconds=bench.seconds / 2)
         # The time in memory counts as computing; of the update that is AdamW's own.
-        alone, whole = found[f"plain {phase}"][1:], found[f"files {phase}"][1:]
-        moved, bandwidth = files.moved[phase], options.bandwidth[phase]
+        alone, moved = took["in memory"], files.moved[phase]
+        peak = records[0]["peak_flop_per_s"] if records else flop_of(tokens) / alone
         records.append(
-            {
-                **_compared("steps", f"{name}, {tokens} tokens", whole, "in memory", alone),
-                "predicted_efficiency": median(alone) / (median(alone) + moved / bandwidth),
+            record
+            | {
+                "predicted_efficiency": alone / (alone + moved / bandwidth[phase]),
                 "peak_flop_per_s": peak,
-                "bytes_per_s": bandwidth,
+                "bytes_per_s": bandwidth[phase],
                 "moved_bytes": moved,
                 "intensity": flop_of(tokens) / moved,
                 "verified": is_right,
             }
         )
+    files.optimizer.close()
     return records
 
 
-def checkpoint_record(tokens: int, seconds: float) -> Record:
+def checkpoint_record(bench: Bench, tokens: int) -> Record:
     """Forward and backward with activation checkpoints in host memory, and without offload."""
     model = Stack()
     x = torch.randn(tokens, WIDTH, requires_grad=True)
@@ -314,12 +283,11 @@ def checkpoint_record(tokens: int, seconds: float) -> Record:
         call()
         return [param.grad for param in model.parameters()]
 
-    turns = {"plain": plain, "host": offloaded, "move": move}
-    found = rounds({name: partial(timed, call) for name, call in turns.items()}, seconds)
-    alone, moving = median(found["plain"]), median(found["move"])
     name = f"checkpoints in host memory, {tokens} tokens"
-    return {
-        **_compared("steps", name, found["host"], "in memory", found["plain"]),
+    calls: Calls = {"host": offloaded, "in memory": plain, "move": move}
+    record, took = compared(bench, "steps", name, calls)
+    alone, moving = took["in memory"], took["move"]
+    return record | {
         "predicted_efficiency": alone / (alone + moving),
         "peak_flop_per_s": flop_of(tokens) / alone,
         "bytes_per_s": moved_bytes / moving,
@@ -345,27 +313,23 @@ def check(options: Options) -> None:
         print("without fio as a peer: apt-get install fio")
 
 
-def measure(options: Options, report: Report) -> None:
+def run_rank(bench: Bench, options: Options) -> None:
     """All parts in turn."""
-    with tempfile.TemporaryDirectory(dir=options.path, prefix="offload-") as folder:
-
-        def watched(measure: Callable[[], list[Record]]) -> list[Record]:
-            others = OthersWatch([os.getpid()])
-            records = measure()
-            weather = Weather(others.percent()).record()
-            report.add([record | weather for record in records])
-            return records
-
-        files = watched(lambda: measure_files(options, Path(folder)))
-        options.bandwidth = bandwidths(files)
-        watched(lambda: measure_adam(options))
-        watched(lambda: measure_steps(options, Path(folder)))
+    with tempfile.TemporaryDirectory(dir=options.path, prefix="offload-") as name:
+        folder = Path(name)
+        files = measure_files(bench, options, folder)
+        bench.report(files)
+        bench.report(measure_adam(bench))
+        open_default_group(bench.team, "ringcomm")
+        for tokens in ROWS:
+            bench.report(phase_records(bench, tokens, bandwidths(files), folder))
+        bench.report([checkpoint_record(bench, tokens) for tokens in ROWS])
 
 
 PROGRAM = harness.Program(
     doc=__doc__,
     kind="offload",
-    measure=measure,
+    rank=run_rank,
     seconds=8.0,
     per="file, size and number of tokens",
     flags=[flag("--path", Path, harness.ROOT / "build", "on the disk")],

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import Options, flag
 from torch import Tensor
 
 from ringcomm.measure.ranks import Team
@@ -18,13 +19,24 @@ from ringcomm.measure.ranks import Team
 Reduce = Callable[[Tensor], object]
 # The ranks that vLLM's shm.h has room for.
 MAX_VLLM_RANKS = 8
+FLAGS = [
+    flag("--deepspeed", Path, None, "DeepSpeed's shared-memory extension", metavar="FILE"),
+    flag("--vllm", Path, None, "a library of vLLM's shared-memory operators", metavar="FILE"),
+]
 
 
-def deepspeed_all_reduce(team: Team, file: Path) -> Reduce:
-    """Of DeepSpeed's `deepspeed_shm_comm` extension, with names from variables.
+def open_operators(team: Team, options: Options) -> dict[str, Reduce]:
+    """The all_reduces of the files that the options name. Collective; needs the default group."""
+    operators = {}
+    if options.deepspeed:
+        operators["DeepSpeed"] = _deepspeed(team, options.deepspeed)
+    if options.vllm and team.world_size <= MAX_VLLM_RANKS:
+        operators["vLLM"] = _vllm(team, options.vllm)
+    return operators
 
-    Needs the default group.
-    """
+
+def _deepspeed(team: Team, file: Path) -> Reduce:
+    """Of DeepSpeed's `deepspeed_shm_comm` extension, with names from variables."""
     host, port = "127.0.0.1", str(team.agree(os.getpid()))
     os.environ.update(LOCAL_SIZE=str(team.world_size), MASTER_ADDR=host, MASTER_PORT=port)
     spec: Any = importlib.util.spec_from_file_location("deepspeed_shm_comm", file)
@@ -37,8 +49,8 @@ def deepspeed_all_reduce(team: Team, file: Path) -> Reduce:
     return call
 
 
-def vllm_all_reduce(team: Team, file: Path) -> Reduce:
-    """Of a library that registers vLLM's `torch.ops._C.shm_allreduce`. Needs the default group."""
+def _vllm(team: Team, file: Path) -> Reduce:
+    """Of a library that registers vLLM's `torch.ops._C.shm_allreduce`."""
     torch.ops.load_library(file)
     library: Any = torch.ops._C
     name = f"benchmark-{team.agree(os.getpid())}"

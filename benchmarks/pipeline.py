@@ -8,7 +8,6 @@ as little as on machines of their own. All of a rank's stages together take one 
 of a micro-batch, and one for each half of its backward. The prediction is schedule_simulation's:
 stages that take just so long, and messages that cost nothing. With --stages compute they multiply
 matrices instead, and the prediction is that for the times that stages took; as many ranks as cores.
---pictures FOLDER draws one step of each schedule.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -34,7 +32,6 @@ from ringcomm.parallel import pipeline
 
 MIN_STEPS = 5
 ROWS_PER_MICROBATCH, WIDTH, LAYERS_PER_RANK = 64, 512, 24
-PICTURED = (4, 8)  # ranks, micro-batches
 
 
 class Case(NamedTuple):
@@ -158,7 +155,7 @@ def run_case(
 
 
 def run_rank(bench: Bench, options: Options) -> None:
-    """Rank 0 reports all cases, and draws."""
+    """Rank 0 reports all cases."""
     team = bench.team
     open_default_group(team, "ringcomm")
     for case in cases(options, team.world_size):
@@ -190,9 +187,6 @@ def run_rank(bench: Bench, options: Options) -> None:
             **weather.record(),
         }
         team.report([record])
-        if sleeps and options.pictures and (team.world_size, case.num_microbatches) == PICTURED:
-            middle = sorted(timelines, key=lambda t: t.span_us)[len(timelines) // 2]
-            middle.export_chrome_trace(options.pictures / f"pipeline-{case.schedule}.json")
 
 
 def check(options: Options) -> None:
@@ -213,7 +207,6 @@ PROGRAM = harness.Program(
         flag("--factors", several(whole(1)), "1,2,4", "micro-batches per rank"),
         flag("--schedules", words, ",".join(pipeline.SCHEDULES), known=pipeline.SCHEDULES),
         flag("--unit-ms", float, 40.0, "of a forward, and of half a backward"),
-        flag("--pictures", Path, None, "draw a step of each schedule into this folder"),
     ],
     check=check,
 )

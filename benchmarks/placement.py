@@ -53,7 +53,7 @@ class Placement:
     Attributes:
         kind: torch's name of the type.
         num_devices: that are there.
-        layout: one of ``command_line.LAYOUTS``.
+        layout: one of ``front_door.LAYOUTS``.
         mps: whether processes share a GPU by NVIDIA's Multi-Process Service.
     """
 

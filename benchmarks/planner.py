@@ -20,12 +20,10 @@ from typing import Any
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-from decoder import HEAD_WIDTH, VOCAB_SIZE
 from groups import run_ranks
 from harness import Options, Report, flag
 from race import make_bench
-from systems import Systems, backward_alone
-from trainees import SYSTEMS
+from trainees import SYSTEMS, Workload
 
 from ringcomm import planner
 from ringcomm.cost_model import Machine
@@ -68,7 +66,7 @@ CASES = (
 )
 
 
-def run_rank(team: Team, systems: Systems, options: Options) -> None:
+def run_rank(team: Team, systems: Workload, options: Options) -> None:
     """One rank: all systems in turn, and the calibration; rank 0 reports. Collective."""
     open_default_group(team, "ringcomm")
     group = dist.group.WORLD
@@ -78,12 +76,11 @@ def run_rank(team: Team, systems: Systems, options: Options) -> None:
     for name in systems.names:
         trainee = SYSTEMS[name].make(systems.model(), group)
         calls[name] = partial(trainee.step, systems.ids_for(SYSTEMS[name], 0, team.rank))
-    rows = systems.ids(0)[: systems.rows]
     updated = systems.model()
     adamw = torch.optim.AdamW(updated.parameters(), fused=True)
-    updated(rows).backward()
-    alone = partial(backward_alone, systems.model(), rows)
-    calls |= {COMPUTE: alone, UPDATE: adamw.step}
+    for param in updated.parameters():
+        param.grad = torch.ones_like(param)
+    calls |= {COMPUTE: systems.backward_alone(), UPDATE: adamw.step}
     calls[NEW_MEMORY] = lambda: torch.empty(NEW_BYTES, dtype=torch.uint8).zero_()
     bench.report(bench.race(calls, COMPUTE, name="system"))
     dist.destroy_process_group()
@@ -92,19 +89,19 @@ def run_rank(team: Team, systems: Systems, options: Options) -> None:
 class Oracle:
     """The planner, calibrated for this machine."""
 
-    def __init__(self, systems: Systems, records: list[dict[str, Any]], machine: Machine) -> None:
+    def __init__(self, systems: Workload, records: list[dict[str, Any]], machine: Machine) -> None:
         times = {record["system"]: record["p50_us"] * 1e-6 for record in records}
         self.systems = systems
+        config = systems.model().config
         self.shape = ModelShape(
-            "decoder",
-            layers=systems.num_layers,
-            hidden=systems.width,
-            heads=systems.width // HEAD_WIDTH,
-            kv_heads=systems.width // HEAD_WIDTH,
-            ffn=4 * systems.width,
-            vocab=VOCAB_SIZE,
+            "llama",
+            layers=config.num_layers,
+            hidden=config.dim,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            ffn=config.ffn_dim,
+            vocab=config.vocab_size,
             context=systems.tokens,
-            gated=False,
         )
         plain = dataclasses.replace(
             HARDWARE["cpu-core"],
@@ -157,7 +154,7 @@ def measure(options: Options, report: Report) -> None:
     costs, _ = fit_costs([world], cores, nodes)
     machine = Machine(cores, nodes, costs, {WORLD_SIZE: world.one_shot_max_bytes})
     for rows, tokens in BATCHES:
-        systems = Systems(
+        systems = Workload(
             world_size=WORLD_SIZE,
             names=[case.name for case in CASES],
             width=options.width,
@@ -167,7 +164,7 @@ def measure(options: Options, report: Report) -> None:
         )
         systems.check()
 
-        def tell(records: list[dict[str, Any]], systems: Systems = systems) -> None:
+        def tell(records: list[dict[str, Any]], systems: Workload = systems) -> None:
             report.add(predicted(records, Oracle(systems, records, machine)))
 
         run_ranks(WORLD_SIZE, partial(run_rank, systems=systems, options=options), tell)

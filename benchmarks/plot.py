@@ -1,39 +1,43 @@
 #!/usr/bin/env python3
-"""Draws times by size: all_reduce over the backends and with ringcomm's algorithms; cross-entropy.
+"""Draws the plots of the pages, and of `ringcomm bench OP --plot`.
 
     python benchmarks/plot.py [--out docs/design] [FILE.jsonl ...]
     python benchmarks/plot.py --adapt FILE.svg  # one that an example has drawn
 
-Takes the records that table.py would, of the machine that was measured last, and writes
-all_reduce.svg, algorithms.svg and cross_entropy.svg, the same bytes for the same records and
-matplotlib. Plots without records, or without matplotlib, are skipped with a message. Of GPUs
-it draws the bus bandwidths of the last run of each layout: bandwidth-w2-one.png and its like.
-`ringcomm bench OP --plot` draws its own records with the functions here. SVGs are drawn on white
-paper, and a rule in them makes it dark where the page is.
+Takes the records that table.py would, of the machine that was measured last, and writes the files
+of PLOTS, the same bytes for the same records and matplotlib. Plots without records, or without
+matplotlib, are skipped with a message. In docs/design it also renews README's sentence of ranges.
+SVGs are drawn on white paper, and a rule in them makes it dark where the page is.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
+from cells import GREY, LIBRARIES, Record, Run, colors_of, title_of
 from front_door import DEFAULT_SIZES
-from operations import DEVICE_KIND
-from palette import GREY, colors_of, title_of
-from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
+from layouts import LAYOUTS, Layout
+from table import SHOWN_WORLDS, machine_of, newest, read_results
 
 from _ringcomm.status import EXIT_OK, run_main
 from _ringcomm.values import byte_counts
-from ringcomm.screen import COLORS, byte_count, counted
+from ringcomm.screen import COLORS, byte_count, counted, factor, in_seconds
 
-ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lambda runs: [])
+DESIGN = harness.ROOT / "docs" / "design"
+README = harness.ROOT / "README.md"
+Draw = Callable[[list[Run], Path], None]
+ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), "", lambda runs: [])
 LINES = {"eager": ":", "graph": "-"}
 # Text stays text, and the output is deterministic.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
@@ -182,35 +186,6 @@ def draw_losses(runs: list[Run], path: Path) -> None:
         axes[0][0].legend(fontsize=8, frameon=False, loc="upper left")
 
 
-# By file: how it is drawn, its records' fields, and how they become points.
-PLOTS: dict[str, tuple[Callable[[list[Run], Path], None], dict[str, Any], Layout]] = {
-    "all_reduce": (
-        partial(draw_worlds, field="backend"),
-        {"kind": "collective", "op": "all_reduce", "dtype": "float32", "device": "cpu"},
-        LAYOUTS["collective"],
-    ),
-    "algorithms": (partial(draw_worlds, field="algorithm"), {"kind": "algorithm"}, ALGORITHMS),
-    "cross_entropy": (
-        draw_losses,
-        {"kind": "cross_entropy", "world_size": 1, "device": "cpu"},
-        LAYOUTS["cross_entropy"],
-    ),
-}
-
-
-def device_runs(records: list[Record]) -> dict[str, Run]:
-    """The last run's records by file name, of each number of ranks and layout on GPUs."""
-    runs: dict[str, Run] = {}
-    for record in records:
-        if record["kind"] == DEVICE_KIND and record["device"] == "cuda":
-            name = f"bandwidth-w{record['world_size']}-{record['layout']}.png"
-            runs.setdefault(name, []).append(record)
-    for name, run in runs.items():
-        last = max(record["date"] for record in run)
-        runs[name] = [record for record in run if record["date"] == last]
-    return runs
-
-
 def _panel(axes: Any, records: list[Record]) -> None:
     """Bandwidth by size: a line per backend and mode, and the floor's."""
     curves: dict[tuple[str, str], list[Record]] = {}
@@ -281,6 +256,133 @@ def draw_systems(records: list[Record], path: Path) -> None:
         right.legend()
 
 
+# ---- README's bars, and its sentence
+
+CALL = {"kind": "collective", "op": "all_reduce", "dtype": "float32", "device": "cpu"}
+STEP_TITLE = "DDP training step"
+BACKENDS = ("ringcomm", "gloo", "mpi4py")
+# By title: the fields of the records, and by the name in a record the library that it is of.
+BARS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
+    f"all_reduce, {byte_count(size)}": (
+        CALL | {"bytes": size},
+        "backend",
+        {name: name for name in BACKENDS},
+    )
+    for size in (1 << 10, 4 << 20, 64 << 20)
+}
+BARS[STEP_TITLE] = (
+    {"kind": "systems", "rows_per_rank": 4, "tokens_per_row": 128},
+    "system",
+    {"ddp": "ringcomm", "ddp on gloo": "gloo"},
+)
+
+
+class Bars(NamedTuple):
+    """The records of the newest run by library, and the speed-up over Gloo in each quiet run."""
+
+    records: dict[str, Record]
+    speed_ups: list[float]
+
+    def span(self) -> str:
+        """``76× to 116×``: the least and the largest speed-up, rounded outwards."""
+        low, high = min(self.speed_ups), max(self.speed_ups)
+        digits = 0 if low >= 10 else 1 if low >= 2 else 2
+        unit = 10**-digits
+        ends = (math.floor(low / unit) * unit, math.ceil(high / unit) * unit)
+        return " to ".join(f"{end:.{digits}f}×" for end in ends)
+
+
+def bars_of(records: list[Record]) -> dict[str, Bars]:
+    """By title the bars of two ranks; those without records are left out."""
+    found = {}
+    for title, (fields, name, libraries) in BARS.items():
+        usual = [r for r in records if ({"world_size": 2} | fields).items() <= r.items()]
+        runs = of_last_machine(usual, LAYOUTS[fields["kind"]])
+        newest_run = {record[name]: record for run in runs for record in run}
+        shown = {libraries[one]: newest_run[one] for one in libraries if one in newest_run}
+        if shown:
+            machine = machine_of(next(iter(shown.values())))
+            told = [
+                ratio["p50"]
+                for r in usual
+                if libraries.get(r[name]) == "gloo" and machine_of(r) == machine and r["quiet"]
+                if (ratio := r.get("over_ringcomm") or r["ratio"])
+            ]
+            found[title] = Bars(shown, told)
+    return found
+
+
+def with_sentence(page: str, bars: dict[str, Bars]) -> str:
+    """README with the ranges of the speed-ups."""
+    calls = {title: one for title, one in bars.items() if title != STEP_TITLE}
+    told = [f"{one.span()} for {title.split(', ')[1]}" for title, one in calls.items()]
+    told[0] = told[0].replace(" for ", " as fast as Gloo's for ")
+    step, num_runs = bars[STEP_TITLE], len(next(iter(calls.values())).speed_ups)
+    said = (
+        f"In {num_runs} recorded runs of 2 ranks on 2 otherwise idle CPU cores,"
+        f" ringcomm's all_reduce is {', '.join(told[:-1])} and {told[-1]}."
+        f" A DDP training step is {step.span()} as fast in {counted(len(step.speed_ups), 'run')},"
+        " because little of it is communication. These are the medians of each run."
+    )
+    said = textwrap.fill(said, 120, break_on_hyphens=False)
+    return re.sub(r"(?ms)^In \d+ recorded runs of .*?$(?=\n\n)", said, page)
+
+
+def draw_bars(records: list[Record], path: Path) -> bool:
+    """Medians by library; each row has its own scale, to its longest bar."""
+    found = bars_of(records)
+    if not found:
+        return False
+    first = next(iter(next(iter(found.values())).records.values()))
+    source = f"Shorter is faster. Medians of 2 ranks, float32. {source_of(first)}"
+    with _drawn(path, len(found), 1, (7.0, 1.05 * len(found)), source) as axes:
+        for one, (title, (shown, speed_ups)) in zip(axes[:, 0], found.items(), strict=True):
+            times = [record["p50_us"] for record in shown.values()]
+            drawn = one.barh([*map(title_of, shown)], times, color=[LIBRARIES[n] for n in shown])
+            one.bar_label(drawn, [in_seconds(time * 1e-6) for time in times], padding=4)
+            one.set_title(title, loc="left", fontsize=9, fontweight="bold")
+            gloo = shown.get("gloo", {})
+            if speed_ups and (ratio := gloo.get("over_ringcomm") or gloo.get("ratio")):
+                runs = f"{found[title].span()} in {counted(len(speed_ups), 'run')}"
+                said = f"{factor(ratio['p50'])}× as fast as Gloo ({runs})"
+                one.set_title(said, loc="right", fontsize=8, color=GREY)
+            one.invert_yaxis()
+            one.set(xticks=[], xlim=(0, 1.15 * max(times)))
+            one.tick_params(left=False)
+            one.spines[:].set_visible(False)
+    return True
+
+
+# ---- the pages' plots
+
+
+def draw_points(
+    draw: Draw, fields: dict[str, Any], layout: Layout, records: list[Record], path: Path
+) -> bool:
+    """A plot of the newest points of the records with these fields."""
+    usual = [r for r in records if fields.items() <= r.items()]
+    # Gone since these records.
+    usual = [r for r in usual if r.get("algorithm") != "ring, rank_order"]
+    runs = of_last_machine([r for r in usual if r["world_size"] in (1, *SHOWN_WORLDS)], layout)
+    if runs:
+        draw(runs, path)
+    return bool(runs)
+
+
+LOSSES = {"kind": "cross_entropy", "world_size": 1, "device": "cpu"}
+# By file what draws it of all records; False where it finds none.
+PLOTS: dict[str, Callable[[list[Record], Path], bool]] = {
+    "all_reduce": partial(
+        draw_points, partial(draw_worlds, field="backend"), CALL, LAYOUTS["collective"]
+    ),
+    "algorithms": partial(
+        draw_points, partial(draw_worlds, field="algorithm"), {"kind": "algorithm"}, ALGORITHMS
+    ),
+    "cross_entropy": partial(draw_points, draw_losses, LOSSES, LAYOUTS["cross_entropy"]),
+    "speed": draw_bars,
+}
+
+
 def main(argv: list[str]) -> int:
     """Draws all plots that have records; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -292,26 +394,15 @@ def main(argv: list[str]) -> int:
         adapt(options.adapt)
         return EXIT_OK
     records = read_results(options.files)
-    pictures: dict[str, Callable[[Path], None]] = {}
-    for name, (draw, fields, layout) in PLOTS.items():
-        usual = [r for r in records if fields.items() <= r.items()]
-        # Gone since these records.
-        usual = [r for r in usual if r.get("algorithm") != "ring, rank_order"]
-        runs = of_last_machine([r for r in usual if r["world_size"] in (1, *SHOWN_WORLDS)], layout)
-        if runs:
-            pictures[f"{name}.svg"] = partial(draw, runs)
-        else:
-            print(f"no records to draw {name} from")
-    for name, run in device_runs(records).items():
-        mps = "with MPS" if run[0]["mps"] else "without MPS"
-        title = f"{run[0]['world_size']} ranks, {run[0]['gpu']}, {mps}, {run[0]['date']}"
-        pictures[name] = partial(draw_bandwidths, run, title=title)
-    for name, picture in pictures.items():
+    for name, draw in PLOTS.items():
+        path = options.out / f"{name}.svg"
         try:
-            picture(options.out / name)
-            print(f"drawn: {options.out / name}")
+            print(f"drawn: {path}" if draw(records, path) else f"no records to draw {name} from")
         except ModuleNotFoundError as error:
             print(f"{name} is not drawn: pip install {error.name}")
+    if options.out.resolve() == DESIGN:
+        page = README.read_text(encoding="utf-8")
+        README.write_text(with_sentence(page, bars_of(records)), encoding="utf-8")
     return EXIT_OK
 
 

@@ -1,10 +1,14 @@
-"""One point of a sweep: several backends on one buffer, and the state of the machine."""
+"""One point of a sweep: several backends on one buffer, and the state of the machine.
+
+On devices eager or in CUDA graphs, on alternating buffers.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -12,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cells import Record
+from groups import Communicator
 from operations import OPERATIONS, RINGCOMM, Buffers, Operation, Place
-from race import Bench
+from placement import Placement, measure_speeds
+from race import Bench, EventContender
 from report import records_of
-from weather import Weather
 
 import ringcomm
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.timing import Contender, Timings, measure
+from ringcomm.measure.timing import Contender, measure
 
 GB = 1e9
 Call = Callable[[], object]
@@ -76,8 +81,7 @@ def count_wrong(
     """
     wrong = {}
     for label, group in bench.groups.items():
-        plain = operation.bound(buffers, group)
-        call = plain if prepare is None else prepare(plain)
+        call = prepare(operation.bound(buffers, group))
         wrong[label] = sum(bench.team.share(operation.verify(call, buffers, bench.team)))
     buffers.clear()
     return wrong
@@ -105,50 +109,48 @@ def memory_floor_us(team: Team, tensor: torch.Tensor) -> float:
     return 1e6 * median(max(calls) for calls in zip(*by_rank, strict=True))
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """The result of one attempt at a point.
-
-    Attributes:
-        timings: by label, on rank 0; None elsewhere.
-        floors: of memory, before and, on CPUs, after.
-        algorithms: names by label.
-    """
-
-    timings: dict[str, Timings] | None
-    floors: list[Any]
-    algorithms: dict[str, list[str]]
-
-
-def time_once(bench: Bench, make: Callable[[Any], Contender], floor: Callable[[], Any]) -> Attempt:
-    """Times the contenders of groups in turn. Collective."""
-    groups = bench.groups
-    counts = {label: num_calls(group) for label, group in groups.items()}
-    contenders = {label: make(group) for label, group in groups.items()}
-    floors = [floor()]
-    timings = measure(bench.team, contenders, bench.seconds)
-    floors += [floor()] if bench.device.type == "cpu" else []
-    algorithms = {
-        label: algorithms_used(counts[label], num_calls(group)) for label, group in groups.items()
-    }
-    return Attempt(timings, floors, algorithms)
-
-
 def measure_verified(
     bench: Bench,
     count_wrong: Callable[[], dict[str, int]],
     make: Callable[[Any], Contender],
     floor: Callable[[], Any],
-) -> tuple[Attempt, Weather, dict[str, int]]:
+) -> tuple[list[Record], list[Any]]:
     """Verifies, times (again while the machine is disturbed) and verifies again. Collective.
 
-    Returns the attempt with the least disturbance, its conditions, and wrong elements by label.
+    Returns, of the attempt with the least disturbance, on rank 0 a record per group with its
+    algorithms, and the floors of memory before and, on CPUs, after it.
     """
+
+    def attempt() -> tuple[Any, ...]:
+        before = {label: num_calls(group) for label, group in bench.groups.items()}
+        contenders = {label: make(group) for label, group in bench.groups.items()}
+        floors = [floor()]
+        timings = measure(bench.team, contenders, bench.seconds)
+        floors += [floor()] if bench.device.type == "cpu" else []
+        after = {label: num_calls(group) for label, group in bench.groups.items()}
+        return timings, floors, {n: algorithms_used(before[n], after[n]) for n in bench.groups}
+
     wrong = count_wrong()
-    attempt, weather = bench.watch.calmest(partial(time_once, bench, make, floor), bench.repeats)
+    (timings, floors, algorithms), weather = bench.watch.calmest(attempt, bench.repeats)
     for label, count in count_wrong().items():
         wrong[label] += count
-    return attempt, weather, wrong
+    records = records_of(timings or {}, subject_of(bench), wrong)
+    return [
+        {**record, "algorithms": algorithms[record["backend"]], **weather.record()}
+        for record in records
+    ], floors
+
+
+def with_speeds(
+    bench: Bench, operation: Operation, records: list[Record], facts: Record
+) -> list[Record]:
+    """Records with these facts and their bandwidths."""
+    found = []
+    for record in records:
+        algbw = facts["bytes"] / (record["p50_us"] / 1e6) / GB
+        busbw = algbw * operation.bus_factor(bench.team.world_size)
+        found.append({**facts, **record, "algbw_gb_per_s": algbw, "busbw_gb_per_s": busbw})
+    return found
 
 
 def measure_point(bench: Bench, name: str, num_bytes: int, dtype: torch.dtype) -> list[Record]:
@@ -159,29 +161,161 @@ def measure_point(bench: Bench, name: str, num_bytes: int, dtype: torch.dtype) -
     """
     operation = OPERATIONS[name]
     buffers = make_buffers(bench, operation, num_bytes, dtype)
-    attempt, weather, wrong = measure_verified(
+    records, floors = measure_verified(
         bench,
         partial(count_wrong, bench, operation, buffers),
         partial(make_contender, bench, operation, buffers),
         partial(memory_floor_us, bench.team, buffers.output),
     )
     num_bytes = buffers.place.num_elems * dtype.itemsize
-    floors = dict(zip(("before", "after"), attempt.floors, strict=True))
-    facts = {"op": name, "bytes": num_bytes, "floor_us": floors, **weather.record()}
-    return finished(bench, operation, attempt, wrong, facts)
+    floor_us = dict(zip(("before", "after"), floors, strict=True))
+    facts = {"op": name, "bytes": num_bytes, "floor_us": floor_us}
+    return with_speeds(bench, operation, records, facts)
 
 
-def finished(
-    bench: Bench, operation: Operation, attempt: Attempt, wrong: dict[str, int], facts: Record
-) -> list[Record]:
-    """A record per backend with these facts, its bandwidths and its algorithms; on rank 0."""
-    records = []
-    for record in records_of(attempt.timings or {}, subject_of(bench), wrong):
-        algbw = facts["bytes"] / (record["p50_us"] / 1e6) / GB
-        speeds = {
-            "algbw_gb_per_s": algbw,
-            "busbw_gb_per_s": algbw * operation.bus_factor(bench.team.world_size),
-            "algorithms": attempt.algorithms[record["backend"]],
-        }
-        records.append({**facts, **record, **speeds})
-    return records
+# ---- on devices
+
+# Before a capture, of each call: a backend connects, and maps or registers its buffers.
+NUM_ROUNDS_BEFORE_CAPTURE = 4
+
+
+def captured(calls: list[Call], device: torch.device) -> Call:
+    """A CUDA graph of calls on the current device, in order; replays it. Collective."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for call in calls * NUM_ROUNDS_BEFORE_CAPTURE:
+            call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # Thread-local, because NCCL's threads query events during the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    replay: Call = graph.replay
+    return replay
+
+
+# Four times the largest L2: a call's buffers are not cached from the previous call.
+ROTATED_BYTES = 256 << 20
+MAX_BUFFERS = 32
+# Between two events: to record one took the host 16 µs under MPS on an H200, and a call 18.
+CALLS_PER_EVENT = 8
+# Backends whose calls a CUDA graph can capture; Gloo's run on the host.
+CAPTURABLE = ("ringcomm", "nccl")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How calls are made and timed.
+
+    Attributes:
+        clock: "events" of the device between every few calls, or "host" around a call and a
+            synchronize.
+        graph_calls: that each graph holds, timed by events around its replays; 0 for eager calls.
+    """
+
+    clock: str = "events"
+    graph_calls: int = 0
+
+    def record(self) -> dict[str, Any]:
+        """The fields of a record."""
+        mode = "graph" if self.graph_calls else "eager"
+        clock = "events" if self.graph_calls else self.clock
+        return {"mode": mode, "clock": clock, "calls_per_graph": self.graph_calls or None}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point and its method."""
+
+    name: str
+    num_bytes: int
+    dtype: torch.dtype
+    method: Method
+
+    @property
+    def operation(self) -> Operation:
+        """The operation of that name."""
+        return OPERATIONS[self.name]
+
+
+def _make_sets(bench: Bench, placement: Placement, point: Point) -> list[Buffers]:
+    """Enough buffers that the ranks of a device exceed its caches."""
+    together = point.num_bytes * placement.max_ranks(bench.team.world_size)
+    count = min(MAX_BUFFERS, -(-ROTATED_BYTES // max(1, together)))
+    make = partial(make_buffers, bench, point.operation, point.num_bytes, point.dtype)
+    return [make() for _ in range(count if point.operation.has_data else 1)]
+
+
+def _groups(bench: Bench, method: Method) -> dict[str, Any]:
+    """The groups, by label, that support this method."""
+    return {
+        label: group
+        for label, group in bench.groups.items()
+        if not isinstance(group, Communicator)
+        and (not method.graph_calls or dist.get_backend(group) in CAPTURABLE)
+    }
+
+
+def _contender(bench: Bench, point: Point, sets: list[Buffers], group: Any) -> Contender:
+    wait = bench.align
+    calls = [point.operation.bound(buffers, group) for buffers in sets]
+    if point.method.graph_calls:
+        in_turn = [calls[position % len(calls)] for position in range(point.method.graph_calls)]
+        replay = captured(in_turn, bench.device)
+        return EventContender(replay, wait, device=bench.device, num_calls=len(in_turn))
+    turns = itertools.cycle(calls)
+    if point.method.clock == "events":
+
+        def several() -> None:
+            for _ in range(CALLS_PER_EVENT):
+                next(turns)()
+
+        return EventContender(several, wait, device=bench.device, num_calls=CALLS_PER_EVENT)
+
+    def until_done() -> None:
+        next(turns)()
+        torch.get_device_module(bench.device).synchronize(bench.device)
+
+    return Contender(until_done, wait)
+
+
+def measure_device_point(bench: Bench, placement: Placement, point: Point) -> list[Record]:
+    """Verifies and times a point. Collective.
+
+    Returns:
+        On rank 0 one record per backend that can be called this way; else nothing.
+    """
+    bench = replace(bench, groups=_groups(bench, point.method))
+    if not bench.groups:
+        return []
+    sets = _make_sets(bench, placement, point)
+    num_bytes = sets[0].place.num_elems * point.dtype.itemsize
+    point = replace(point, num_bytes=num_bytes)
+    operation, world_size = point.operation, bench.team.world_size
+
+    def prepare(call: Call) -> Call:
+        return captured([call], bench.device) if point.method.graph_calls else call
+
+    records, (speeds, *_) = measure_verified(
+        bench,
+        partial(count_wrong, bench, operation, sets[0], prepare),
+        partial(_contender, bench, point, sets),
+        partial(measure_speeds, bench.team, placement),
+    )
+    in_memory = operation.memory_factor(world_size) * num_bytes * placement.share(world_size)
+    floor_us = speeds.floor_us(in_memory, operation.bus_factor(world_size) * num_bytes)
+    facts = {
+        "op": point.name,
+        "bytes": num_bytes,
+        "count": sets[0].place.num_elems,
+        "dtype": str(point.dtype).removeprefix("torch."),
+        "reduction": "sum",
+        **point.method.record(),
+        "num_buffers": len(sets),
+        **speeds.record(),
+        "floor_us": floor_us,
+    }
+    found = with_speeds(bench, operation, records, facts)
+    return [{**record, "share_of_floor": floor_us / record["p50_us"]} for record in found]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from cells import Record
 from report import records_of
-from weather import WeatherWatch
 
+from _ringcomm.values import MAX_OTHERS_PERCENT
+from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import Contender, Timings, measure
 
@@ -23,6 +25,55 @@ def of_blocks(timings: Timings) -> Timings:
     """The same with each call's time as its block's over its calls, as nccl-tests has it."""
     calls = zip(timings.elapsed, timings.blocks, strict=True)
     return Timings([[seconds] * len(block) for seconds, block in calls], timings.elapsed)
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Weather:
+    """External conditions during a measurement."""
+
+    others_percent: float  # share of all cores that other programs used
+    num_attempts: int = 1  # the calmest one counts
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the machine was otherwise idle."""
+        return self.others_percent <= MAX_OTHERS_PERCENT
+
+    def record(self) -> dict[str, Any]:
+        """The fields of a record."""
+        return {
+            "others_busy_percent": self.others_percent,
+            "quiet": self.is_quiet,
+            "num_attempts": self.num_attempts,
+        }
+
+
+class WeatherWatch:
+    """Examines the machine before and after a measurement. Construction and use are collective."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._own_pids = [os.getppid(), *team.share(os.getpid())]
+
+    def _attempt(self, measure: Callable[[], Found]) -> tuple[Found, Weather]:
+        others = OthersWatch(self._own_pids) if self._team.rank == 0 else None
+        self._team.share(None)
+        found = measure()
+        percent = self._team.agree(None if others is None else others.percent())
+        return found, Weather(percent)
+
+    def calmest(self, measure: Callable[[], Found], max_repeats: int) -> tuple[Found, Weather]:
+        """``measure()`` again while the machine is disturbed; what it returned the calmest time.
+
+        The conditions, and so the choice, are the same on all ranks.
+        """
+        best, num_attempts = self._attempt(measure), 1
+        while not best[1].is_quiet and num_attempts <= max_repeats:
+            best = min(best, self._attempt(measure), key=lambda attempt: attempt[1].others_percent)
+            num_attempts += 1
+        return best[0], replace(best[1], num_attempts=num_attempts)
 
 
 @dataclass
@@ -63,6 +114,22 @@ class EventContender(Contender):
             begin.elapsed_time(end) / 1e3 / self.num_calls
             for begin, end in itertools.pairwise(events)
         ]
+
+
+@dataclass
+class OwnClock(Contender):
+    """A call that measures itself: it returns its seconds."""
+
+    call: Callable[[], float]
+
+    def first_call_s(self) -> float:
+        """Seconds of one call, by its own clock."""
+        return self.call()
+
+    def block(self) -> list[float]:
+        """Seconds of each call of a block."""
+        self.align()
+        return [self.call() for _ in range(self.calls_per_block)]
 
 
 @dataclass(frozen=True)

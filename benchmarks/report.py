@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringcomm
-from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS
+from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError
 from ringcomm.measure.machine import identity, rounded, utc_now, variables
 from ringcomm.measure.timing import Timings
 
@@ -140,13 +140,13 @@ class Report:
 
     @contextmanager
     def measuring(self, show: Callable[[], Sequence[Any]]) -> Iterator[None]:
-        """A context for adding records: after Ctrl-C, records are shown as partial results.
+        """A context for adding records: after Ctrl-C, or where ranks fail, records are shown.
 
         ``show`` makes what ``finish`` prints of the records.
         """
         try:
             yield
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RankError):
             if self.records:
                 self._print(f"interrupted after {len(self.records)} records:", *show())
             raise

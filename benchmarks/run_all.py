@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 
 import harness
-import pictures
 import plot
 import table
 from groups import MPI_ENVIRONMENT
@@ -127,10 +126,8 @@ def main(argv: list[str]) -> int:
             if not run([*command_of(job, mpiexec if name in WITH_MPI else None), *more]):
                 failed.append(job)
     print("\n== tables and plots\n", flush=True)
-    design = harness.ROOT / "docs" / "design"
     table.main([])
-    plot.main(["--out", str(design)] if options.write else [])
-    pictures.main(["--only", "speed", "--out", str(design if options.write else harness.RESULTS)])
+    plot.main(["--out", str(plot.DESIGN)] if options.write else [])
     for job in failed:
         print(f"failed: {job}")
     return EXIT_FAILED if failed else EXIT_OK

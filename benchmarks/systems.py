@@ -8,20 +8,16 @@ share of communication in the system's step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import front_door
-import torch
 import torch.distributed as dist
-from cells import Record, inverse
-from decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
+from cells import BUSY, Record, inverse
 from gradient_watch import GradientWatch
 from harness import Bench, Options, Program
+from layouts import system_columns
 from report import Report, records_of, table_of
-from system_tables import legend_lines, shown_columns
-from torch import Tensor
 from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name
 
 from ringcomm.backend import stats
@@ -43,57 +39,11 @@ CHECKED_STEPS = 4
 TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Systems(Workload):
-    """What is measured.
-
-    Attributes:
-        names: systems, over ringcomm or "SYSTEM on BACKEND"; others are compared with the first.
-    """
-
-    names: list[str]
-
-    def check(self) -> None:
-        """Raises ValueError naming an invalid option."""
-        if not self.names:
-            raise ValueError(f"--systems must be some of {'; '.join(SYSTEMS)}, got none")
-        systems = [parse_name(name)[0] for name in self.names]
-        if min(self.world_size, self.num_layers, self.rows, self.tokens) < 1:
-            raise ValueError("needs at least one rank, one layer, one row and one token")
-        if self.width < 32 or self.width % 32:
-            raise ValueError(f"--width must be a multiple of 32, got {self.width}")
-        num, in_parts = self.world_size, [n for n in systems if n.startswith("tensor")]
-        if in_parts and (self.width // HEAD_WIDTH < num or self.tokens % num):
-            raise ValueError(
-                f"{' and '.join(in_parts)} need a head of {HEAD_WIDTH} features for each of {num}"
-                f" ranks, and a number of tokens that is a multiple of {num}: change --width,"
-                " --tokens or --systems"
-            )
-        if "pipeline" in systems and self.num_layers + 3 < num:
-            raise ValueError(
-                f"{self.num_layers} layers are too few for {num} pipeline stages, one for each rank"
-            )
-
-    def model(self) -> Decoder:
-        """The same on every rank."""
-        return Decoder(self.width, self.num_layers)
-
-    def ids(self, step: int) -> Tensor:
-        """All ranks' rows of a step."""
-        generator = torch.Generator().manual_seed(step)
-        shape = [self.world_size * self.rows, self.tokens + 1]
-        return torch.randint(VOCAB_SIZE, shape, generator=generator)
-
-    def ids_for(self, system: System, step: int, rank: int) -> Tensor:
-        """The ids of a rank."""
-        ids = self.ids(step)
-        return ids if system.sees_all else ids[rank * self.rows : (rank + 1) * self.rows]
-
-    def expected_losses(self, system: System) -> list[float]:
-        """Those of one process on all rows."""
-        model = self.model()
-        alone = Trainee(model, model, system.like(model))
-        return [alone.step(self.ids(step)) for step in range(CHECKED_STEPS)]
+def expected_losses(systems: Workload, system: System) -> list[float]:
+    """Those of one process on all rows."""
+    model = systems.model()
+    alone = Trainee(model, model, system.like(model))
+    return [alone.step(systems.ids(step)) for step in range(CHECKED_STEPS)]
 
 
 def _sent_bytes() -> int:
@@ -101,7 +51,7 @@ def _sent_bytes() -> int:
 
 
 def _train_checked(
-    systems: Systems, team: Team, groups: dict[str, Any], name: str
+    systems: Workload, team: Team, groups: dict[str, Any], name: str
 ) -> tuple[Trainee, dict[str, Any]]:
     """A system after its first steps, and what they were. Collective."""
     kind, backend = parse_name(name)
@@ -120,7 +70,7 @@ def _train_checked(
         sent = _sent_bytes() - before
         losses.append(sum(team.share(mine)) / team.world_size)
     held = max(held, watch.stop())
-    expected = losses if backend == FAKE else systems.expected_losses(system)
+    expected = losses if backend == FAKE else expected_losses(systems, system)
     wrong = sum(not abs(a - b) <= TOLERANCE * b for a, b in zip(losses, expected, strict=True))
     is_counted = backend == RINGCOMM and system.is_counted
     by_rank = team.share((trainee.param_bytes(), held, trainee.state_bytes(), sent))
@@ -151,8 +101,7 @@ def run_rank(bench: Bench, options: Options) -> None:
         trainee, found[name] = _train_checked(systems, team, groups, name)
         ids = systems.ids_for(SYSTEMS[parse_name(name)[0]], 0, team.rank)
         contenders[name] = Contender(partial(trainee.step, ids), dist.barrier)
-    alone = partial(backward_alone, systems.model(), systems.ids(0)[: systems.rows])
-    contenders[BACKWARD] = Contender(alone, dist.barrier)
+    contenders[BACKWARD] = Contender(systems.backward_alone(), dist.barrier)
     timings, weather = bench.watch.calmest(
         partial(measure, team, contenders, options.seconds), options.repeats
     )
@@ -195,12 +144,6 @@ def _time_beyond(timing: Timings, bare: Timings) -> dict[str, float]:
     return {f"update_{name}": value for name, value in percentiles(beyond_us, "us").items()}
 
 
-def backward_alone(model: Decoder, ids: Tensor) -> None:
-    """Forward and backward only."""
-    model(ids).backward()
-    model.zero_grad()
-
-
 # ---- the command line
 
 
@@ -217,7 +160,7 @@ def check(options: Options) -> None:
     """Raises ValueError naming an invalid option; completes what is measured."""
     given = {name: getattr(options, name) for name in ("world_size", "width", "rows", "tokens")}
     chosen = _over(options.systems or DEFAULT, options.over)
-    options.workload = Systems(**given, names=chosen, num_layers=options.layers)
+    options.workload = Workload(**given, names=chosen, num_layers=options.layers)
     options.workload.check()
     options.num_params = sum(param.numel() for param in options.workload.model().parameters())
     if options.plot:
@@ -239,14 +182,17 @@ def measure_all(options: Options, report: Report) -> None:
 
 def show(options: Options, records: list[Record]) -> list[Any]:
     """A title, the table, and what its columns are."""
-    columns = shown_columns(records, options.all)
-    table = table_of([(column.header, column.text) for column in columns], "", records)
+    columns = [one for one in system_columns(records) if options.all or one.where == "always"]
+    table = table_of([(one.header, one.cell) for one in columns], "", records)
     title = (
         f"training steps of {options.world_size} ranks; a decoder of {options.num_params:,}"
         f" parameters, {options.rows} × {options.tokens} tokens per rank"
     )
+    width = max(len(one.header) for one in columns)
+    legend = [(one.header, one.legend) for one in columns if one.legend] + [("*", BUSY)]
+    lines = [f"{header.ljust(width)}  {text}" for header, text in legend]
     more = [] if options.all else ["--all shows losses, percentiles and memory by part"]
-    return [title, table, *legend_lines(columns), *more]
+    return [title, table, *lines, *more]
 
 
 PROGRAM = Program(

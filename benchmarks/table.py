@@ -15,42 +15,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from call_tables import (
-    collective_lines,
-    floor_lines,
-    host_lines,
-    library_lines,
-    loss_lines,
-    operation_lines,
-    optimizer_lines,
-    update_lines,
-)
 from cells import BUSY, RESULTS, Record, Run, facts_line
-from death_tables import death_lines
 from front_door import DEFAULT_SIZES
 from html_report import read_records
-from system_tables import (
-    inference_lines,
-    offload_lines,
-    pipeline_lines,
-    planner_lines,
-    system_lines,
-    tensor_lines,
-)
+from layouts import LAYOUTS, Layout
 
 from _ringcomm.status import EXIT_FAILED, EXIT_OK, run_main
 from _ringcomm.values import byte_counts
 from ringcomm.screen import counted
 
 Point = tuple[Any, ...]
-# In detail, for 2 and 4 ranks; the other operations share one table.
-DETAILED_OPS = ("all_reduce", "all_reduce_apart", "barrier")
 SHOWN_WORLDS = (2, 4)
 SHOWN_BYTES = (0, *byte_counts(DEFAULT_SIZES))
 # Kinds of which the page shows all worlds and types.
@@ -60,37 +38,12 @@ SHOWN_WHOLE = (
 )
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the records of one kind become tables.
-
-    Attributes:
-        title: of its section where all are printed.
-        kind: of the records.
-        table_fields: what makes rows of one table.
-        row_fields: what tells its rows apart, or its rows and columns.
-        lines: heading and grid of one table.
-        is_shown: whether a page shows a record.
-        name: of a second layout of a kind.
-        is_pooled: whether a table is of all runs of the newest record's day.
-    """
-
-    title: str
-    kind: str
-    table_fields: tuple[str, ...]
-    row_fields: tuple[str, ...]
-    lines: Callable[[list[Run]], list[str]]
-    is_shown: Callable[[Record], bool] = lambda record: True
-    name: str = ""
-    is_pooled: bool = False
-
-
 def newest(records: list[Record], layout: Layout) -> list[Run]:
     """For each point, in order, the records of one run.
 
     Numbers ascend; words come as the records first have them.
     """
-    fields = layout.table_fields + layout.row_fields
+    fields = (*layout.table_fields, *layout.row_fields)
     runs: dict[Point, dict[str, Run]] = {}
     for record in records:
         if record["kind"] == layout.kind:
@@ -121,85 +74,6 @@ def _is_usual(record: Record) -> bool:
         and record.get("dtype", "float32") == "float32"
         and (record["kind"] != "collective" or record["bytes"] in SHOWN_BYTES)
     )
-
-
-_SWEEP = ("world_size", "device", "dtype")
-_STEPS = ("world_size", "num_params", "rows_per_rank", "tokens_per_row")
-# Only the newest model of a shape.
-_SYSTEMS = ("world_size", "rows_per_rank", "tokens_per_row")
-# In the page's order.
-_LAYOUTS = (
-    Layout(
-        "Collectives",
-        "collective",
-        _SWEEP,
-        ("op", "bytes"),
-        collective_lines,
-        lambda r: r["op"] in DETAILED_OPS,
-    ),
-    Layout(
-        "Other collectives, by size",
-        "collective",
-        _SWEEP,
-        ("op", "bytes"),
-        operation_lines,
-        lambda r: r["op"] not in DETAILED_OPS and r["world_size"] == 2,
-        name="operations",
-    ),
-    Layout(
-        "All libraries",
-        "libraries",
-        ("op", "world_size"),
-        ("bytes", "date"),
-        library_lines,
-        is_pooled=True,
-    ),
-    Layout("Between two hosts", "hosts", ("cable", "ranks_per_host"), ("op", "bytes"), host_lines),
-    Layout("Memory bandwidth as the floor", "floor", (), ("world_size", "bytes"), floor_lines),
-    Layout("Fused update", "fused_update", ("world_size", "optimizer"), ("bytes",), update_lines),
-    Layout(
-        "Cross-entropy",
-        "cross_entropy",
-        ("world_size", "device", "num_threads", "num_tokens"),
-        ("dtype", "vocab_size"),
-        loss_lines,
-    ),
-    Layout(
-        "LOMO",
-        "lomo",
-        _STEPS,
-        (),
-        optimizer_lines,
-        lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
-    ),
-    Layout("Training systems", "systems", _SYSTEMS, (), system_lines),
-    Layout(
-        "Tensor parallelism",
-        "tensor_parallel",
-        ("world_size", "size"),
-        ("rows", "tokens"),
-        tensor_lines,
-    ),
-    Layout(
-        "Tensor-parallel inference",
-        "inference",
-        ("world_size", "dtype"),
-        ("what", "size_bytes"),
-        inference_lines,
-    ),
-    Layout(
-        "Pipeline parallelism",
-        "pipeline",
-        ("stages",),
-        ("world_size", "schedule", "num_microbatches"),
-        pipeline_lines,
-        lambda r: r["num_microbatches"] == 4 * r["world_size"],
-    ),
-    Layout("Planner", "planner", ("world_size", "width", "layers"), ("rows",), planner_lines),
-    Layout("Offload", "offload", (), (), offload_lines),
-    Layout("Deaths", "deaths", ("strangers",), ("backend", "moment", "world_size"), death_lines),
-)
-LAYOUTS = {layout.name or layout.kind: layout for layout in _LAYOUTS}
 
 
 def _markdown(runs: list[Run], layout: Layout) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-from decoder import Splitter
+from decoder import split_layers
 from harness import Bench, Options, flag
 from model import PRESETS, Llama
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from torch.distributed.tensor.parallel import (
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group
 from ringcomm.nn import CrossEntropyLoss
-from ringcomm.parallel import tensor
 from ringcomm.parallel.tensor.splits import SplitModule
 
 # Rows and tokens of the batch that both ranks see.
@@ -45,28 +44,9 @@ TOLERANCE = 1e-4
 WORLD_SIZE = 2
 
 
-def by_ringcomm(model: Any, group: dist.ProcessGroup, *, shares_tokens: bool = False) -> None:
-    """Two all_reduces a layer each way, or as many halves of them twice."""
-    config, split = model.config, Splitter(group, shares_tokens=shares_tokens)
-    head_dim = config.dim // config.num_heads
-    heads = tensor.share_heads(config.num_heads, config.num_kv_heads, group.size())
-    unit = heads.num_together * head_dim
-    for layer in model.layers:
-        layer.wq = split.columns(layer.wq, unit)
-        layer.wk = split.columns(layer.wk, head_dim, heads.num_replicas)
-        layer.wv = split.columns(layer.wv, head_dim, heads.num_replicas)
-        layer.wo = split.rows(layer.wo, unit)
-        ffn = layer.ffn
-        ffn.w1, ffn.w3, ffn.w2 = split.columns(ffn.w1), split.columns(ffn.w3), split.rows(ffn.w2)
-    model.tok = split.embedding(model.tok)
-    model.head = split.columns(model.head)
-    model.loss = split.loss(model.head)
-    split.norms(model)
-
-
 def by_ringcomm_alone(model: Llama, group: dist.ProcessGroup) -> None:
     """The same layers, which send nothing; of the classes this rank's alone."""
-    by_ringcomm(model, group)
+    split_layers(model, group)
     alone, _ = dist.new_subgroups(1)
     for module in model.modules():
         if isinstance(module, SplitModule):
@@ -115,41 +95,39 @@ class Way:
 
 
 WAYS = {
-    "ringcomm": Way(by_ringcomm),
-    "ringcomm, tokens shared": Way(partial(by_ringcomm, shares_tokens=True)),
+    "ringcomm": Way(split_layers),
+    "ringcomm, tokens shared": Way(partial(split_layers, shares_tokens=True)),
     "ringcomm, nothing sent": Way(by_ringcomm_alone, is_whole=False),
     "DTensor": Way(by_dtensor, loss_parallel),
     "DTensor, inputs joined": Way(partial(by_dtensor, joins_inputs=True), loss_parallel),
 }
 
 
-class Pass:
-    """Forward and backward of a model in parts, on the same rows again and again."""
+def make_pass(way: Way, size: str, rows: int, tokens: int) -> Callable[[], float]:
+    """A call that makes forward and backward passes of the same rows, and returns the loss."""
+    group = dist.group.WORLD
+    assert group is not None
+    model = Llama(PRESETS[size])
+    way.split(model, group)
+    ids = torch.randint(256, (rows, tokens + 1), generator=torch.Generator().manual_seed(1))
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    if not way.is_whole:
+        targets %= next(model.head.parameters()).shape[0]
 
-    def __init__(self, way: Way, size: str, rows: int, tokens: int) -> None:
-        group = dist.group.WORLD
-        assert group is not None
-        model = Llama(PRESETS[size])
-        way.split(model, group)
-        self._model, self._way = model, way
-        ids = torch.randint(256, (rows, tokens + 1), generator=torch.Generator().manual_seed(1))
-        self._inputs, self._targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        if not way.is_whole:
-            self._targets %= next(model.head.parameters()).shape[0]
-
-    def run(self) -> float:
-        """The loss; gradients are dropped."""
-        with self._way.around():
-            loss = self._model(self._inputs, self._targets)
+    def call() -> float:
+        with way.around():
+            loss = model(inputs, targets)
             loss.backward()
-        self._model.zero_grad()
+        model.zero_grad()
         found = loss.full_tensor() if isinstance(loss, DTensor) else loss
         return float(found.detach())
 
+    return call
 
-def differing(team: Team, passes: dict[str, Pass]) -> dict[str, int]:
+
+def differing(team: Team, passes: dict[str, Callable[[], float]]) -> dict[str, int]:
     """On how many ranks the losses differ from the first way's. Collective."""
-    losses = {name: one.run() for name, one in passes.items()}
+    losses = {name: call() for name, call in passes.items()}
     expected = losses[next(iter(losses))]
     return {
         name: sum(team.share(WAYS[name].is_whole and not abs(loss - expected) <= TOLERANCE))
@@ -161,10 +139,9 @@ def run_rank(bench: Bench, options: Options) -> None:
     """All ways in turn, for each batch; rank 0 reports."""
     open_default_group(bench.team, "ringcomm")
     for rows, tokens in BATCHES:
-        passes = {name: Pass(way, options.size, rows, tokens) for name, way in WAYS.items()}
+        passes = {name: make_pass(way, options.size, rows, tokens) for name, way in WAYS.items()}
         wrong = differing(bench.team, passes)
-        calls = {name: one.run for name, one in passes.items()}
-        bench.report(bench.race(calls, "ringcomm", wrong, rows=rows, tokens=tokens))
+        bench.report(bench.race(passes, "ringcomm", wrong, rows=rows, tokens=tokens))
 
 
 PROGRAM = harness.Program(

@@ -11,8 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from decoder import Decoder, make_pipeline, pipeline_bytes, split_bytes, split_layers
+from decoder import (
+    HEAD_WIDTH,
+    config_of,
+    make_pipeline,
+    pipeline_bytes,
+    split_bytes,
+    split_layers,
+)
 from gradient_watch import gradients_of, live_bytes, states_of
+from model import Llama
 from operations import RINGCOMM
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,22 +37,8 @@ FAKE = "fake"  # torch's backend that moves nothing: a step without communicatio
 
 # Learning rates of AdamW and LOMO.
 ADAMW, LOMO = 1e-3, 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The decoder that all systems train, and each rank's batch of rows × tokens."""
-
-    world_size: int
-    width: int
-    num_layers: int
-    rows: int
-    tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all ranks, in a step."""
-        return self.world_size * self.rows * self.tokens
+# What a rank sends in a step, of a workload and its number of weights.
+Formula = Callable[["Workload", int], float]
 
 
 @dataclass
@@ -52,7 +46,7 @@ class Trainee:
     """One rank's model and the system that trains it."""
 
     model: nn.Module
-    call: Callable[[Tensor], Tensor]
+    call: Callable[[Tensor, Tensor], Tensor]
     optimizer: Any
 
     def step(self, ids: Tensor) -> float:
@@ -63,7 +57,7 @@ class Trainee:
 
     def backward(self, ids: Tensor) -> float:
         """The first half of a step; the loss."""
-        loss = self.call(ids)
+        loss = self.call(ids[:, :-1], ids[:, 1:])
         loss.backward()
         return float(loss.detach())
 
@@ -102,40 +96,40 @@ class System:
 
     Attributes:
         make: from a model and its group.
-        formula_bytes: what a rank sends in a step, from what is measured and the number of weights.
+        formula_bytes: what a rank sends in a step, of a Workload and its number of weights.
         like: whose losses it has to have.
         others: supported backends besides ringcomm.
         is_counted: whether what a rank sends belongs to one step; a server answers when asked.
         sees_all: whether each rank is given the rows of all.
     """
 
-    make: Callable[[Decoder, dist.ProcessGroup], Trainee]
-    formula_bytes: Callable[[Workload, int], float]
-    like: Callable[[Decoder], Any] = lambda model: _adamw(model.parameters())
+    make: Callable[[Llama, dist.ProcessGroup], Trainee]
+    formula_bytes: Formula
+    like: Callable[[Llama], Any] = lambda model: _adamw(model.parameters())
     others: tuple[str, ...] = ()
     is_counted: bool = True
     sees_all: bool = False
 
 
-def _parts(num: int) -> Callable[[Workload, int], float]:
+def _parts(num: int) -> Formula:
     """So many (N-1)/N of the weights' bytes."""
     return lambda systems, num_params: num * (1 - 1 / systems.world_size) * 4 * num_params
 
 
-def _lomo_bytes(num: int) -> Callable[[Workload, int], float]:
+def _lomo_bytes(num: int) -> Formula:
     """And once 8 bytes a tensor, by which ranks agree on the gradients that there are."""
 
-    def formula(systems: Workload, num_params: int) -> float:
-        num_tensors = 8 * systems.num_layers + 3
+    def formula(systems: "Workload", num_params: int) -> float:
+        num_tensors = 9 * systems.num_layers + 3
         agreement = 2 * (1 - 1 / systems.world_size) * 8 * num_tensors
         return _parts(num)(systems, num_params) + agreement
 
     return formula
 
 
-def _offloaded_bytes(systems: Workload, num_params: int) -> float:
+def _offloaded_bytes(systems: "Workload", num_params: int) -> float:
     """Three parts; and 8 bytes a tensor to each other rank in the backward pass and in step()."""
-    told = 2 * 8 * (systems.world_size - 1) * (8 * systems.num_layers + 3)
+    told = 2 * 8 * (systems.world_size - 1) * (9 * systems.num_layers + 3)
     return _parts(3)(systems, num_params) + told
 
 
@@ -143,11 +137,11 @@ def _adamw(params: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, ADAMW, fused=True)
 
 
-def _like_muon(model: Decoder) -> Any:
+def _like_muon(model: Llama) -> Any:
     return _Several(_muon_and_adamw(model))
 
 
-def _sgd(model: Decoder) -> torch.optim.SGD:
+def _sgd(model: Llama) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), LOMO)
 
 
@@ -166,7 +160,7 @@ def _average_now(
 
 
 def _replica(
-    model: Decoder, group: dist.ProcessGroup, *, blocks: bool = False
+    model: Llama, group: dist.ProcessGroup, *, blocks: bool = False
 ) -> DistributedDataParallel:
     replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     if blocks or dist.get_backend(group) == FAKE:
@@ -174,11 +168,11 @@ def _replica(
     return replica
 
 
-def _ddp(model: Decoder, group: dist.ProcessGroup, *, blocks: bool = False) -> Trainee:
+def _ddp(model: Llama, group: dist.ProcessGroup, *, blocks: bool = False) -> Trainee:
     return Trainee(model, _replica(model, group, blocks=blocks), _adamw(model.parameters()))
 
 
-def _torch_zero1(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+def _torch_zero1(model: Llama, group: dist.ProcessGroup) -> Trainee:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     how: Any = {"optimizer_class": torch.optim.AdamW, "lr": ADAMW, "fused": True}
@@ -186,7 +180,7 @@ def _torch_zero1(model: Decoder, group: dist.ProcessGroup) -> Trainee:
     return Trainee(model, _replica(model, group), optimizer)
 
 
-def _zero(stage: int, model: Decoder, group: dist.ProcessGroup) -> Trainee:
+def _zero(stage: int, model: Llama, group: dist.ProcessGroup) -> Trainee:
     optimizer = zero.shard(model, _adamw(model.parameters()), stage, group=group)
     return Trainee(model, model, optimizer)
 
@@ -213,7 +207,7 @@ class _Several:
         return {key: state for each in self.optimizers for key, state in each.state.items()}
 
 
-def _muon_and_adamw(model: Decoder) -> list[torch.optim.Optimizer]:
+def _muon_and_adamw(model: Llama) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of layers."""
     matrices = [param for param in model.layers.parameters() if param.dim() == 2]
     known = set(matrices)
@@ -221,20 +215,20 @@ def _muon_and_adamw(model: Decoder) -> list[torch.optim.Optimizer]:
     return [muon, _adamw([param for param in model.parameters() if param not in known])]
 
 
-def _muon(stage: int, model: Decoder, group: dist.ProcessGroup) -> Trainee:
+def _muon(stage: int, model: Llama, group: dist.ProcessGroup) -> Trainee:
     if stage == 0:
         return Trainee(model, _replica(model, group), _Several(_muon_and_adamw(model)))
     return Trainee(model, model, zero.shard(model, _muon_and_adamw(model), stage, group=group))
 
 
-def _muon_bytes(systems: Workload, num_params: int) -> float:
+def _muon_bytes(systems: "Workload", num_params: int) -> float:
     """Stage 3's; and each matrix, its gradient and its new values between its owner and others."""
     num = systems.world_size
-    matrices = 12 * systems.width**2 * systems.num_layers
+    matrices = (4 + 3 * 11 / 4) * systems.width**2 * systems.num_layers
     return _parts(3)(systems, num_params) + 3 * (num - 1) / num**2 * 4 * matrices
 
 
-def _offloaded(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+def _offloaded(model: Llama, group: dist.ProcessGroup) -> Trainee:
     """All of it in files, in a folder that goes with the trainee."""
     folder = tempfile.TemporaryDirectory(prefix="bench-systems-")
     adamw = offload.Offloaded(
@@ -248,7 +242,7 @@ def _offloaded(model: Decoder, group: dist.ProcessGroup) -> Trainee:
 class _Served:
     """A parameter server as an optimizer; what a step starts is over at its end."""
 
-    def __init__(self, model: Decoder, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: Llama, group: dist.ProcessGroup) -> None:
         self.made: list[torch.optim.Optimizer] = []
         self.server = ParameterServer(model, self._make, group=group)
 
@@ -275,7 +269,7 @@ class _Served:
         }
 
 
-def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+def _lomo_on_shards(model: Llama, group: dist.ProcessGroup) -> Trainee:
     mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
     for unit in [*default_units(model), model]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
@@ -283,11 +277,11 @@ def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
 
 
 def _tensor(*, shares_tokens: bool) -> System:
-    def make(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    def make(model: Llama, group: dist.ProcessGroup) -> Trainee:
         split_layers(model, group, shares_tokens=shares_tokens)
         return Trainee(model, model, _adamw(model.parameters()))
 
-    def sent_bytes(systems: Workload, _: int) -> float:
+    def sent_bytes(systems: "Workload", _: int) -> float:
         sizes = systems.width, systems.num_layers, systems.num_tokens
         reduced = split_bytes(*sizes, shares_tokens=shares_tokens)
         return 2 * (1 - 1 / systems.world_size) * reduced
@@ -298,7 +292,7 @@ def _tensor(*, shares_tokens: bool) -> System:
 class _Pipeline(Trainee):
     """A stage, whose backward pass is the pipeline's."""
 
-    def __init__(self, model: Decoder, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: Llama, group: dist.ProcessGroup) -> None:
         self.group = group
         self.pipe: Any = None
         super().__init__(model, model, None)
@@ -366,3 +360,71 @@ def parse_name(name: str) -> tuple[str, str]:
         others = " and ".join(SYSTEMS[system].others) or "ringcomm alone"
         raise ValueError(f"--systems: {system} runs with {others} only, got {backend!r}")
     return system, backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The Llama that all systems train, and each rank's batch of rows × tokens.
+
+    Attributes:
+        names: systems, over ringcomm or "SYSTEM on BACKEND"; others are compared with the first.
+    """
+
+    names: list[str]
+    world_size: int
+    width: int
+    num_layers: int
+    rows: int
+    tokens: int
+
+    def check(self) -> None:
+        """Raises ValueError naming an invalid option."""
+        if not self.names:
+            raise ValueError(f"--systems must be some of {'; '.join(SYSTEMS)}, got none")
+        systems = [parse_name(name)[0] for name in self.names]
+        if min(self.world_size, self.num_layers, self.rows, self.tokens) < 1:
+            raise ValueError("needs at least one rank, one layer, one row and one token")
+        if self.width < HEAD_WIDTH or self.width % HEAD_WIDTH:
+            raise ValueError(f"--width must be a multiple of {HEAD_WIDTH}, got {self.width}")
+        num, in_parts = self.world_size, [n for n in systems if n.startswith("tensor")]
+        if in_parts and (self.width // HEAD_WIDTH < num or self.tokens % num):
+            raise ValueError(
+                f"{' and '.join(in_parts)} need a head of {HEAD_WIDTH} features for each of {num}"
+                f" ranks, and a number of tokens that is a multiple of {num}: change --width,"
+                " --tokens or --systems"
+            )
+        if "pipeline" in systems and self.num_layers + 3 < num:
+            raise ValueError(
+                f"{self.num_layers} layers are too few for {num} pipeline stages, one for each rank"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks, in a step."""
+        return self.world_size * self.rows * self.tokens
+
+    def model(self) -> Llama:
+        """The same on every rank."""
+        return Llama(config_of(self.width, self.num_layers))
+
+    def ids(self, step: int) -> Tensor:
+        """All ranks' rows of a step."""
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(
+            256, [self.world_size * self.rows, self.tokens + 1], generator=generator
+        )
+
+    def ids_for(self, system: System, step: int, rank: int) -> Tensor:
+        """The ids of a rank."""
+        ids = self.ids(step)
+        return ids if system.sees_all else ids[rank * self.rows : (rank + 1) * self.rows]
+
+    def backward_alone(self) -> Callable[[], None]:
+        """A call that makes forward and backward passes of a rank's rows, and nothing else."""
+        model, ids = self.model(), self.ids(0)[: self.rows]
+
+        def call() -> None:
+            model(ids[:, :-1], ids[:, 1:]).backward()
+            model.zero_grad()
+
+        return call

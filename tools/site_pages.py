@@ -42,10 +42,6 @@ PAIRS = re.compile(r"(?m)^<!-- pairs: (.+) -->$")
 TIMES = re.compile(r"(?m)^`ringcomm plan --collectives --tuning (\S+)`$")
 TABLE = re.compile(r"(?m)^<!-- table: (\w+) -->.*$")
 PART = re.compile(r"(?m)^<!-- README(?:: (.+))? -->$")
-PICTURE = re.compile(r"<picture>(.*?)</picture>", re.S)
-SOURCE = re.compile(r'<source media="([^"]*)" srcset="docs/([^"]+)">')
-DARK, NARROW = "(prefers-color-scheme: dark)", "(max-width: 719px)"
-IMAGE = re.compile(r'<img alt="([^"]*)" src="docs/([^"]+)">')
 
 
 def on_config(config: Any) -> Any:
@@ -131,21 +127,4 @@ def part_of(readme: str, title: str | None) -> str:
     first, *sections = re.split(r"(?m)^## ", readme)
     named = {section.partition("\n")[0]: f"## {section}" for section in sections}
     text = first.partition("\n")[2] if title is None else named[title]
-    text = PICTURE.sub(lambda match: _in_both_themes(match[1]), text)
-    text = text.replace("<details>", "<details markdown>")
     return text.replace("](docs/", "](")
-
-
-def _in_both_themes(picture: str) -> str:
-    """The images of a <picture>: the site's switch chooses the theme, and the browser the width."""
-    ((alt, light),) = IMAGE.findall(picture)
-    files = {"": light} | dict(SOURCE.findall(picture))
-    if DARK not in files:  # on phones the page's style shows the text in place of this picture
-        return f"![{alt}]({light})"
-    lines = []
-    for theme, dark in (("light", ""), ("dark", DARK)):
-        image = f"![{alt}]({files[dark]}#only-{theme})"
-        if narrow := files.get(f"{NARROW} and {dark}" if dark else NARROW):
-            image = f'<picture><source media="{NARROW}" srcset="{narrow}">{image}</picture>'
-        lines.append(image)
-    return "\n".join(lines)

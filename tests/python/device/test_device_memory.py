@@ -69,7 +69,7 @@ def test_80_layers_take_the_memory_that_is_predicted() -> None:
     assert found["refused"] is None
     assert found["num_layers"] == NUM_LAYERS
     assert (found["peak_bytes"], found["reserved_bytes"]) == (
-        predicted()["predicted_bytes"],
+        predicted()["predicted_peak_bytes"],
         reserved_bytes,
     )
     (loss,) = found["losses"]
@@ -81,7 +81,9 @@ def test_with_less_memory_than_predicted_they_run_out_of_it() -> None:
     """A byte less is a segment less, and the tensors of the peak do not fit into the others."""
     pytest.importorskip("transformers")
     reserved_bytes = predicted()["predicted_reserved_bytes"]
-    assert reserved_bytes - predicted_memory.SMALL_SEGMENT_BYTES < predicted()["predicted_bytes"]
+    assert (
+        reserved_bytes - predicted_memory.SMALL_SEGMENT_BYTES < predicted()["predicted_peak_bytes"]
+    )
     found = train_with(reserved_bytes - 1)
     assert "out of memory" in found["error"]
     assert found["refused"]
@@ -105,7 +107,7 @@ def test_the_prediction_for_an_h200_is_what_was_measured_there() -> None:
     measured = {record["way"]: record["peak_bytes"] for record in records}
     for way in ("forward only", "SGD", "Lomo"):
         found = llama_memory.predict(way, options("1.1b", 8, 1024), 22, as_cuda=True)
-        assert found["predicted_bytes"] == pytest.approx(measured[way], rel=1e-3)
+        assert found["predicted_peak_bytes"] == pytest.approx(measured[way], rel=1e-3)
 
 
 @pytest.mark.slow
@@ -115,8 +117,8 @@ def test_65_billion_weights_fit_into_an_h200_by_the_prediction() -> None:
     parts = found["predicted_parts"]
     assert parts["weights"] == 2 * 65_285_660_672
     assert parts["checkpoints"] == 80 * 2048 * 8192 * 2
-    assert found["predicted_bytes"] == sum(parts.values())
-    assert found["predicted_bytes"] < found["predicted_reserved_bytes"] < H200_BYTES
+    assert found["predicted_peak_bytes"] == sum(parts.values())
+    assert found["predicted_peak_bytes"] < found["predicted_reserved_bytes"] < H200_BYTES
 
 
 @in_emulated_ranks(1, kernels=False, env=SEGMENTS, fresh=True, backend=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +15,8 @@ import deaths
 import front_door
 import hosts
 import libraries
+import llama_memory
 import lomo
-import pictures
 import planner
 import plot
 import programs
@@ -30,11 +31,10 @@ import trainees
 from cells import RESULTS
 from html_report import read_records
 from machines import needs_programs
-from ranks import run_ranks
 from torch import Tensor
 
 from _ringcomm import start as cli
-from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS
+from _ringcomm.status import EXIT_FAILED, EXIT_OK, EXIT_WRONG_RESULTS, run_main
 from ringcomm.parallel import pipeline
 
 # What every record says of its run.
@@ -53,7 +53,7 @@ SCRIPTS = {
     "device_kernels": "--device cpu --scale 64 --seconds 0.01",
     "hosts": "--seconds 0 --repeats 0 --ranks-per-host 1 --cable none --ops all_reduce --sizes 1k",
     "cores": "--seconds 0.02 --repeats 0 --threads 1,2 --ops all_gather --sizes 64k",
-    "offload": "--seconds 0.01 --path FOLDER",
+    "offload": "--seconds 0.01 --repeats 0 --path FOLDER",
     "planner": "--seconds 0.1 --repeats 0 --width 64 --layers 2",
     "tensor_parallel": "--seconds 0.1 --repeats 0 --size tiny",
     "pipeline": "--seconds 0.01 --repeats 0 --worlds 2 --factors 2 --unit-ms 0.2",
@@ -90,7 +90,7 @@ LESS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_script(rank: int, script: str, arguments: list[str]) -> int:
+def run_script(script: str, arguments: list[str]) -> int:
     module: Any = import_module(script)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LESS.get(script, {}).items():
@@ -111,10 +111,7 @@ def test_records_of_a_script(script: str, tmp_path: Path) -> None:
             pytest.skip("this machine does not let users make network namespaces")
     path = tmp_path / "records.jsonl"
     arguments = ["--json", str(path), *SCRIPTS[script].replace("FOLDER", str(tmp_path)).split()]
-    if script == "offload":  # has a group and threads, which the ranks of the others must not have
-        assert run_ranks(1, run_script, script, arguments, backend=None, fresh=True) == [EXIT_OK]
-    else:
-        assert run_script(0, script, arguments) == EXIT_OK
+    assert run_script(script, arguments) == EXIT_OK
     records = read_records([path])
     assert records
     assert all(record["verified"] and record.keys() >= FACTS for record in records)
@@ -130,12 +127,34 @@ def test_tables_and_pictures_of_the_committed_records(
     assert table.main([]) == EXIT_OK
     said = capsys.readouterr().out
     assert all(f"## {layout.title}\n" in said for layout in table.LAYOUTS.values())
-    assert pictures.main(["--only", "speed", "--out", str(tmp_path)]) == EXIT_OK
     assert plot.main(["--out", str(tmp_path)]) == EXIT_OK
-    names = {path.stem for path in tmp_path.iterdir()}
-    assert {*plot.PLOTS, "speed-dark", "speed-narrow-light", "bandwidth-w2-one"} <= names
+    assert {path.stem for path in tmp_path.iterdir()} == {*plot.PLOTS}
     records = read_records([RESULTS / "2026-11-27-kernels.jsonl"])
     assert any("all_reduce" in line for line in sweep_table.tables(records, has_cuts=False))
+
+
+def test_a_way_that_is_refused_fails_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next one runs, and has its record and the table."""
+    pytest.importorskip("transformers")
+    asked = tmp_path / "asked"
+
+    def refuse_the_first(*_: object) -> str | None:
+        is_first = not asked.exists()  # of the ranks, which are processes
+        asked.touch()
+        return "refused, because nothing is free" if is_first else None
+
+    monkeypatch.setattr(llama_memory, "refusal", refuse_the_first)
+    path = tmp_path / "records.jsonl"
+    words = SCRIPTS["llama_memory"].replace("AdamW", "SGD,Lomo --predict").split()
+    monkeypatch.setattr(sys, "argv", ["llama_memory.py", *words, "--json", str(path)])
+    assert run_main("llama_memory.py", llama_memory.PROGRAM.main) == EXIT_FAILED
+    out, err = capfd.readouterr()
+    assert "llama_memory.py: SGD: refused, because nothing is free" in err
+    assert "Lomo: predicted" in out
+    assert "peak GiB" in out
+    assert [record["way"] for record in read_records([path])] == ["Lomo"]
 
 
 def test_the_list_of_all_calls_scripts_as_they_are() -> None:
