@@ -26,6 +26,7 @@ def of_blocks(timings: Timings) -> Timings:
     calls = zip(timings.elapsed, timings.blocks, strict=True)
     return Timings([[seconds] * len(block) for seconds, block in calls], timings.elapsed)
 
+
 Found = TypeVar("Found")
 
 
