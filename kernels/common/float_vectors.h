@@ -11,7 +11,6 @@
 namespace ringcomm::cpu {
 namespace {
 
-using Fp32 = Vec<float>;
 constexpr std::size_t kLanes = kVectorBytes / sizeof(float);
 
 [[gnu::always_inline]] inline Fp32 all(float value) { return Fp32{} + value; }

@@ -2,7 +2,7 @@
 
 // One instruction set: vectors of its width, and what the compiler's vectors (GCC and clang) lack.
 //
-// Kernels are written once and compiled once per level (level.h), each time by a source file that
+// Kernels are written once and compiled once per level (tables.h), each time by a source file that
 // defines RINGCOMM_VECTOR_BYTES: 16 for "baseline", 32 for "avx2", 64 for "avx512".
 //
 // Rules, so that no code of a level runs on a processor without it:

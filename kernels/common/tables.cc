@@ -10,8 +10,6 @@
 #include <cpuid.h>
 #endif
 
-#include "kernels/common/level.h"
-
 namespace ringcomm::cpu {
 namespace {
 
@@ -77,10 +75,10 @@ std::string_view simd_level() {
 const Kernels* find_kernels(std::string_view level) {
   if (!has_simd_level(level)) return nullptr;
 #if defined(__x86_64__)
-  if (level == "avx512") return &kAvx512FloatKernels;
-  if (level == "avx2") return &kAvx2FloatKernels;
+  if (level == "avx512") return &kAvx512Kernels;
+  if (level == "avx2") return &kAvx2Kernels;
 #endif
-  return &kBaselineFloatKernels;
+  return &kBaselineKernels;
 }
 
 const Kernels& kernels() {

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "collectives/call.h"
-#include "reduce/reduce_op.h"
+#include "kernels/reductions/reduce_op.h"
 
 namespace ringcomm {
 
