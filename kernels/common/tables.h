@@ -81,9 +81,6 @@ std::string_view simd_level();
 /// std::invalid_argument if it names an unknown level, or one that the processor lacks.
 std::string_view choose_simd_level(const char* requested);
 
-/// False also where the name is unknown.
-bool has_simd_level(std::string_view name);
-
 /// The types of logits, parameters and gradients, and their places in the tables.
 inline constexpr DType kFloatDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 inline constexpr int kNumFloatDTypes = 3;
