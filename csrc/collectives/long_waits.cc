@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cstdio>
 #include <iterator>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -183,13 +182,10 @@ void LongWaits::look(const Memory& memory, const std::set<RecordedGroup*>& group
   }
   waits_ = std::move(still);
   const std::string* command = asks ? doctor.get().load() : nullptr;
-  if (!text.empty()) say_aside(std::move(text));
-  if (command == nullptr) return;
-  try {
-    run_aside([command] { run_shell(*command); });
-  } catch (const std::system_error&) {
-    // No thread can start.
-  }
+  if (command != nullptr)
+    say_aside(std::move(text), [command] { run_shell(*command); });
+  else if (!text.empty())
+    say_aside(std::move(text));
 }
 
 }  // namespace ringcomm::recorder

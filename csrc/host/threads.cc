@@ -70,13 +70,14 @@ constinit PerProcess<std::atomic<bool>> is_saying;
 
 void run_aside(std::function<void()> work) { helpers.get().run(std::move(work)); }
 
-void say_aside(std::string lines) noexcept try {
+void say_aside(std::string lines, std::function<void()> work) noexcept try {
   std::atomic<bool>& is_busy = is_saying.get();
   if (is_busy.exchange(true)) return;
   try {
-    run_aside([&is_busy, lines = std::move(lines)] {
+    run_aside([&is_busy, lines = std::move(lines), work = std::move(work)] {
       std::ignore = ::write(STDERR_FILENO, lines.data(), lines.size());
       is_busy = false;
+      if (work) work();
     });
   } catch (const std::system_error&) {
     is_busy = false;

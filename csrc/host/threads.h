@@ -46,9 +46,9 @@ BackgroundThread start_background_thread(const char* name, std::function<void()>
 /// several works run. Throws std::system_error.
 void run_aside(std::function<void()> work);
 
-/// Writes lines to the error output in such a thread: a write to a pipe that nobody reads blocks
-/// for ever. Lines that come meanwhile, and those for which no thread can start, are lost.
-void say_aside(std::string lines) noexcept;
+/// Writes lines to the error output in such a thread, and then runs `work`: a write to a pipe that
+/// nobody reads blocks for ever. What comes meanwhile, or when no thread can start, is lost.
+void say_aside(std::string lines, std::function<void()> work = {}) noexcept;
 
 /// A thread ("ringcomm-watch") that runs a check periodically while there is work to watch, and
 /// sleeps otherwise.
