@@ -11,8 +11,7 @@ INCLUDED := csrc .
 # Joined into a few units, which parse the headers that they share once.
 ENGINE := csrc/core csrc/host csrc/collectives csrc/transport csrc/communicator
 # Compiled one by one: a level of SIMD begins with its own flags.
-REDUCE := csrc/reduce
-KERNELS_ALONE := kernels/common kernels/updates/update_op.cc
+KERNELS_ALONE := kernels/common kernels/reductions kernels/updates/update_op.cc
 GPU := csrc/cuda/driver csrc/cuda/collectives
 
 SANITIZER_tsan := -fsanitize=thread

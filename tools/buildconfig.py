@@ -59,7 +59,7 @@ def _patterns(name: str) -> tuple[str, ...]:
 # Each links those before it. What kernels/ has with torch's headers is named torch_* or cuda_*.
 EXTENSIONS = (
     Extension("_kernels", _patterns("KERNELS_ALONE"), (), ("kernels/**/torch_*.cc",)),
-    Extension("_C", _patterns("REDUCE"), _patterns("ENGINE"), ("csrc/bindings/*.cc",)),
+    Extension("_C", (), _patterns("ENGINE"), ("csrc/bindings/*.cc",)),
     Extension(
         "_cuda",
         _patterns("GPU"),

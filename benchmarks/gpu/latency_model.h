@@ -123,8 +123,9 @@ class LatencyModel {
            2 * num_bytes * num_ranks / (copy_bytes_per_us_ * kShareOfCopy);
   }
 
-  /// Of cross_entropy_and_grad_ on rows of 16-bit logits, in clusters (cuda/kernels/loss_rows.h): a
-  /// row is loaded, one is computed with, and one is stored at a time.
+  /// Of cross_entropy_and_grad_ on rows of 16-bit logits, in clusters
+  /// (kernels/losses/loss_kernels.cu): a row is loaded, one is computed with, and one is stored at
+  /// a time.
   double loss_rows_us(double num_rows, double row_bytes, const cuda::LossPlan& plan,
                       int num_clusters) const {
     const double bytes_each_us = 2 * row_bytes * num_clusters / (copy_bytes_per_us_ * kShareOfCopy);

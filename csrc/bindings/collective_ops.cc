@@ -18,7 +18,7 @@
 #include "collectives/call.h"
 #include "kernels/losses/torch_softmax_stats.h"
 #include "kernels/norms/torch_rms_norm.h"
-#include "reduce/reduce_op.h"
+#include "kernels/reductions/reduce_op.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
 // autograd and wrappers are in ringcomm/ops, in the same order. They run over any backend of

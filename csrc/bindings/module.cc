@@ -21,7 +21,7 @@
 #include "host/survivors.h"
 #include "host/wait.h"
 #include "host/workers.h"
-#include "kernels/common/level.h"
+#include "kernels/common/tables.h"
 
 namespace py = pybind11;
 using namespace py::literals;

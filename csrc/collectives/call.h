@@ -10,8 +10,8 @@
 
 #include "host/rank_record.h"
 #include "kernels/common/types.h"
+#include "kernels/reductions/reduce_op.h"
 #include "kernels/updates/update_op.h"
-#include "reduce/reduce_op.h"
 
 /// What a call is: its operation, what ranks compare of it, its buffers, and what it has moved.
 /// docs/design/architecture.md, "One call", says who makes it and who holds it.

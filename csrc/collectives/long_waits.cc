@@ -9,8 +9,6 @@
 #include <atomic>
 #include <cstdio>
 #include <iterator>
-#include <system_error>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -132,26 +130,7 @@ std::string text_of(const RecordedGroup& group, const Event& event, std::uint64_
          "; `ringcomm doctor --job " + std::to_string(::getpid()) + "` shows all ranks\n";
 }
 
-// ---- output
-
-constinit PerProcess<std::atomic<bool>> is_blocked;
 constinit PerProcess<std::atomic<const std::string*>> doctor;  // never freed
-
-// Not in the caller's thread: a write to a pipe that nobody reads blocks for ever, and it
-// watches for deaths. Lines that come meanwhile are lost.
-void write_aside(std::string text, const std::string* command) {
-  std::atomic<bool>& is_busy = is_blocked.get();
-  if (is_busy.exchange(true)) return;
-  try {
-    run_aside([&is_busy, command, text = std::move(text)] {
-      std::ignore = ::write(STDERR_FILENO, text.data(), text.size());
-      is_busy = false;
-      if (command != nullptr) run_shell(*command);
-    });
-  } catch (const std::system_error&) {  // no thread can start
-    is_busy = false;
-  }
-}
 
 }  // namespace
 
@@ -203,7 +182,10 @@ void LongWaits::look(const Memory& memory, const std::set<RecordedGroup*>& group
   }
   waits_ = std::move(still);
   const std::string* command = asks ? doctor.get().load() : nullptr;
-  if (command != nullptr || !text.empty()) write_aside(std::move(text), command);
+  if (command != nullptr)
+    say_aside(std::move(text), [command] { run_shell(*command); });
+  else if (!text.empty())
+    say_aside(std::move(text));
 }
 
 }  // namespace ringcomm::recorder

@@ -97,7 +97,7 @@ class Group final : public GroupState {
 /// group, knows the rank at fault, and records waits for the group.
 class GroupWait final : public WaitGuard {
  public:
-  explicit GroupWait(const Group& group) : group_(group) { records_waits_ = true; }
+  explicit GroupWait(const Group& group) : group_(group) {}
 
   /// Starts an operation; `limits` must outlive it. Its time starts at the first wait that does not
   /// end immediately: most operations read no clock.

@@ -96,7 +96,7 @@ class HostArch {
 
   WaitStatus stopped(int peer) {
     start_clock();
-    if (guard_->records_waits()) guard_->record(peer, begin_ticks_, 0);
+    guard_->record(peer, begin_ticks_, 0);
     return guard_->check(peer);
   }
 
@@ -109,7 +109,7 @@ class HostArch {
       arch.begin_ticks_ = 0;
     }
     ~Wait() {
-      if (arch_.begin_ticks_ != 0 && arch_.guard_->records_waits()) [[unlikely]]
+      if (arch_.begin_ticks_ != 0) [[unlikely]]
         arch_.guard_->record(peer_, arch_.begin_ticks_, ticks());
     }
 

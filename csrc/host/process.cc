@@ -1,6 +1,5 @@
 #include "host/process.h"
 
-#include <poll.h>
 #include <pthread.h>
 #include <sys/random.h>
 #include <sys/resource.h>
@@ -77,12 +76,6 @@ bool kernel_uses_cycle_counter(const char* clocksource) {
   std::string name;
   std::getline(std::ifstream(clocksource), name);
   return name == "tsc" || name == "kvm-clock" || name == "hyperv_clocksource_tsc_page";
-}
-
-void say_line(const std::string& line) noexcept {
-  pollfd entry{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
-  if (::poll(&entry, 1, 0) <= 0 || (entry.revents & POLLOUT) == 0) return;
-  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
 }
 
 namespace host {

@@ -9,8 +9,7 @@
 #include <optional>
 #include <string>
 
-// What the library needs from the system: pages, forks, limits, its clock, its errors, random bits,
-// a line on standard error.
+// What the library needs from the system: pages, forks, limits, its clock, its errors, random bits.
 
 namespace ringcomm {
 
@@ -83,10 +82,6 @@ const CgroupLimits& cgroup_limits();
 /// Whether the kernel keeps its time by the cycle counter, as a file of its clock source says. It
 /// then has compared the counters of all sockets. False where the file cannot be read.
 bool kernel_uses_cycle_counter(const char* clocksource);
-
-/// Writes a line to the error output, or drops it where that has no room: nobody may wait for who
-/// reads it.
-void say_line(const std::string& line) noexcept;
 
 namespace host {
 

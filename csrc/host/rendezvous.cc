@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "host/process.h"
+#include "host/threads.h"
 #include "host/workers.h"
 
 namespace ringcomm::host {
@@ -327,9 +328,9 @@ void Rendezvous::warn_of_missing(const std::vector<int>& missing, const std::str
   const auto waited = std::chrono::duration_cast<std::chrono::seconds>(now - began_at_);
   const auto num_lower = std::ranges::lower_bound(missing, rank()) - missing.begin();
   if (gloo.empty() && num_lower < rank()) return;
-  say_line(prefix_of(rank(), world_size(), global_rank_of(rank())) + listed(missing) + " " + what +
-           " in " + std::to_string(waited.count()) + " s; the group is still being made" + gloo +
-           "\n");
+  say_aside(prefix_of(rank(), world_size(), global_rank_of(rank())) + listed(missing) + " " + what +
+            " in " + std::to_string(waited.count()) + " s; the group is still being made" + gloo +
+            "\n");
 }
 
 // Which missing ranks have a key of Gloo: it is of an earlier group if this rank has one as well.

@@ -1,10 +1,14 @@
 #include "host/threads.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <memory>
 #include <string>
 #include <system_error>
+#include <tuple>
 
 #include "host/process.h"
 
@@ -60,10 +64,26 @@ class Helpers {
   Body work_;  // for the thread that was idle
 };
 constinit PerProcess<Helpers> helpers;
+constinit PerProcess<std::atomic<bool>> is_saying;
 
 }  // namespace
 
 void run_aside(std::function<void()> work) { helpers.get().run(std::move(work)); }
+
+void say_aside(std::string lines, std::function<void()> work) noexcept try {
+  std::atomic<bool>& is_busy = is_saying.get();
+  if (is_busy.exchange(true)) return;
+  try {
+    run_aside([&is_busy, lines = std::move(lines), work = std::move(work)] {
+      std::ignore = ::write(STDERR_FILENO, lines.data(), lines.size());
+      is_busy = false;
+      if (work) work();
+    });
+  } catch (const std::system_error&) {
+    is_busy = false;
+  }
+} catch (const std::exception&) {  // no memory
+}
 
 BackgroundThread start_background_thread(const char* name, std::function<void()> body,
                                          std::size_t stack_bytes) {

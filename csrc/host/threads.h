@@ -10,6 +10,7 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 namespace ringcomm {
@@ -44,6 +45,10 @@ BackgroundThread start_background_thread(const char* name, std::function<void()>
 /// ("ringcomm-helper"). One idle helper stays for the next work; others are there only while
 /// several works run. Throws std::system_error.
 void run_aside(std::function<void()> work);
+
+/// Writes lines to the error output in such a thread, and then runs `work`: a write to a pipe that
+/// nobody reads blocks for ever. What comes meanwhile, or when no thread can start, is lost.
+void say_aside(std::string lines, std::function<void()> work = {}) noexcept;
 
 /// A thread ("ringcomm-watch") that runs a check periodically while there is work to watch, and
 /// sleeps otherwise.

@@ -67,9 +67,7 @@ class WaitGuard {
   /// Why to wait for rank `peer` no longer; kNone: go on. A waiting thread that holds no locks
   /// calls it before every slice of sleep.
   virtual WaitStatus check(int peer = -1);
-  /// Whether record() is called: a wait for `peer` has become long, and, where `end_ticks` is not
-  /// 0, has ended.
-  bool records_waits() const { return records_waits_; }
+  /// A wait for `peer` has become long and, where `end_ticks` is not 0, has ended.
   virtual void record(int /*peer*/, std::uint64_t /*begin_ticks*/, std::uint64_t /*end_ticks*/) {}
 
   bool is_late() const { return Clock::now() >= deadline_; }
@@ -82,8 +80,6 @@ class WaitGuard {
  protected:
   /// The time of another wait begins.
   void start(const WaitLimits& limits);
-
-  bool records_waits_ = false;
 
  private:
   Clock::time_point deadline_;

@@ -10,7 +10,7 @@
 #include <cuda_fp16.h>
 #endif
 
-// Elements in kernels of GPUs. They are accumulated with the bits of csrc/reduce/reduce_kernels.h.
+// Elements in kernels of GPUs. They are accumulated with the bits of reductions/reduce_kernels.h.
 
 namespace ringcomm::cuda {
 

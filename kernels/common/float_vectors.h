@@ -11,30 +11,32 @@
 namespace ringcomm::cpu {
 namespace {
 
-using Fp32 = Vec<float>;
 constexpr std::size_t kLanes = kVectorBytes / sizeof(float);
 
 [[gnu::always_inline]] inline Fp32 all(float value) { return Fp32{} + value; }
 
-// ---- one vector of elements, in the order of memory, as fp32 and back; every NaN is stored as the
-// ---- canonical one; rounded() is what load() gives after store()
+// ---- one vector of elements, in the order of memory, as fp32 and back, or its first `num` and
+// ---- zeros; every NaN is stored as the canonical one; rounded() is what load() gives after
+// store()
 
 struct Float32Array {
   static constexpr std::size_t kElementBytes = 4;
-  [[gnu::always_inline]] static Fp32 load(const char* from) { return load_bytes<Fp32>(from); }
-  [[gnu::always_inline]] static void store(char* to, const Fp32& v) {
-    store_bytes(to, canonical_nan<float>(v));
+  [[gnu::always_inline]] static Fp32 load(const char* from, std::size_t num = kLanes) {
+    return load_bytes<Fp32>(from, num * kElementBytes);
+  }
+  [[gnu::always_inline]] static void store(char* to, const Fp32& v, std::size_t num = kLanes) {
+    store_bytes(to, canonical_nan<float>(v), num * kElementBytes);
   }
   [[gnu::always_inline]] static Fp32 rounded(const Fp32& v) { return canonical_nan<float>(v); }
 };
 
 struct Float16Array {
   static constexpr std::size_t kElementBytes = 2;
-  [[gnu::always_inline]] static Fp32 load(const char* from) {
-    return widen_float16(load_bytes<HalfWord>(from));
+  [[gnu::always_inline]] static Fp32 load(const char* from, std::size_t num = kLanes) {
+    return widen_float16(load_bytes<HalfWord>(from, num * kElementBytes));
   }
-  [[gnu::always_inline]] static void store(char* to, const Fp32& v) {
-    store_bytes(to, narrow_float16(canonical_nan<float>(v)));
+  [[gnu::always_inline]] static void store(char* to, const Fp32& v, std::size_t num = kLanes) {
+    store_bytes(to, narrow_float16(canonical_nan<float>(v)), num * kElementBytes);
   }
   [[gnu::always_inline]] static Fp32 rounded(const Fp32& v) {
     return widen_float16(narrow_float16(canonical_nan<float>(v)));
@@ -43,11 +45,13 @@ struct Float16Array {
 
 struct BFloat16Array {
   static constexpr std::size_t kElementBytes = 2;
-  [[gnu::always_inline]] static Fp32 load(const char* from) {
-    return bits_as<Fp32>(__builtin_convertvector(load_bytes<HalfWord>(from), Word) << 16);
+  [[gnu::always_inline]] static Fp32 load(const char* from, std::size_t num = kLanes) {
+    const auto half = load_bytes<HalfWord>(from, num * kElementBytes);
+    return bits_as<Fp32>(__builtin_convertvector(half, Word) << 16);
   }
-  [[gnu::always_inline]] static void store(char* to, const Fp32& v) {
-    store_bytes(to, __builtin_convertvector(rounded_to_bfloat16(v) >> 16, HalfWord));
+  [[gnu::always_inline]] static void store(char* to, const Fp32& v, std::size_t num = kLanes) {
+    const auto half = __builtin_convertvector(rounded_to_bfloat16(v) >> 16, HalfWord);
+    store_bytes(to, half, num * kElementBytes);
   }
   [[gnu::always_inline]] static Fp32 rounded(const Fp32& v) {
     return bits_as<Fp32>(rounded_to_bfloat16(v) & 0xffff0000u);

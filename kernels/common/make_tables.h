@@ -4,6 +4,7 @@
 
 #include "kernels/losses/softmax_kernels.h"
 #include "kernels/norms/norm_kernels.h"
+#include "kernels/reductions/reduce_kernels.h"
 #include "kernels/updates/optimizer_kernels.h"
 #include "kernels/updates/weight_update_kernels.h"
 
@@ -27,8 +28,9 @@ constexpr void set_weights(Kernels& kernels, WeightFormat format) {
   });
 }
 
-consteval Kernels make_kernels() {
-  Kernels kernels;
+consteval Kernels make_kernels(const char* level) {
+  Kernels kernels = {.level = level};
+  set_reductions(kernels);
   for_each_array([&]<class Array>(int idx) {
     kernels.softmax[idx] = {stats_of<Array>, grad_of<Array>};
     kernels.grads[idx] = {add_squares<Array>, add<Array>};

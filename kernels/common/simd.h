@@ -2,7 +2,7 @@
 
 // One instruction set: vectors of its width, and what the compiler's vectors (GCC and clang) lack.
 //
-// Kernels are written once and compiled once per level (level.h), each time by a source file that
+// Kernels are written once and compiled once per level (tables.h), each time by a source file that
 // defines RINGCOMM_VECTOR_BYTES: 16 for "baseline", 32 for "avx2", 64 for "avx512".
 //
 // Rules, so that no code of a level runs on a processor without it:
@@ -57,16 +57,18 @@ using Fp32 = Vec<float>;
 using Word = Vec<std::uint32_t>;
 using HalfWord = HalfVec<std::uint16_t>;
 
+/// A vector, or its first bytes and zeros.
 template <class V>
-[[gnu::always_inline]] inline V load_bytes(const char* from) {
-  V v;
-  __builtin_memcpy(&v, from, sizeof v);
+[[gnu::always_inline]] inline V load_bytes(const char* from, std::size_t num_bytes = sizeof(V)) {
+  V v = {};
+  __builtin_memcpy(&v, from, num_bytes);
   return v;
 }
 
 template <class V>
-[[gnu::always_inline]] inline void store_bytes(char* to, const V& v) {
-  __builtin_memcpy(to, &v, sizeof v);
+[[gnu::always_inline]] inline void store_bytes(char* to, const V& v,
+                                               std::size_t num_bytes = sizeof(V)) {
+  __builtin_memcpy(to, &v, num_bytes);
 }
 
 template <class To, class From>

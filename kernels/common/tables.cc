@@ -10,8 +10,6 @@
 #include <cpuid.h>
 #endif
 
-#include "kernels/common/level.h"
-
 namespace ringcomm::cpu {
 namespace {
 
@@ -47,11 +45,6 @@ std::vector<std::string_view> levels() {
 
 }  // namespace
 
-bool has_simd_level(std::string_view name) {
-  const std::vector<std::string_view> all = levels();
-  return std::ranges::find(all, name) != all.end();
-}
-
 std::string_view choose_simd_level(const char* requested) {
   const std::string name = requested != nullptr ? requested : "";
   const std::vector<std::string_view> all = levels();
@@ -75,12 +68,13 @@ std::string_view simd_level() {
 }
 
 const Kernels* find_kernels(std::string_view level) {
-  if (!has_simd_level(level)) return nullptr;
+  const std::vector<std::string_view> all = levels();
+  if (std::ranges::find(all, level) == all.end()) return nullptr;
 #if defined(__x86_64__)
-  if (level == "avx512") return &kAvx512FloatKernels;
-  if (level == "avx2") return &kAvx2FloatKernels;
+  if (level == "avx512") return &kAvx512Kernels;
+  if (level == "avx2") return &kAvx2Kernels;
 #endif
-  return &kBaselineFloatKernels;
+  return &kBaselineKernels;
 }
 
 const Kernels& kernels() {

@@ -1,4 +1,4 @@
-// Softmax and updates in 32-byte vectors.
+// All kernels in 32-byte vectors.
 
 #if defined(__x86_64__)
 
@@ -7,7 +7,7 @@
 
 namespace ringcomm::cpu {
 
-constinit const Kernels kAvx2FloatKernels = make_kernels();
+constinit const Kernels kAvx2Kernels = make_kernels("avx2");
 
 }  // namespace ringcomm::cpu
 

@@ -1,4 +1,4 @@
-// Softmax and updates in 64-byte vectors.
+// All kernels in 64-byte vectors.
 
 #if defined(__x86_64__)
 
@@ -7,7 +7,7 @@
 
 namespace ringcomm::cpu {
 
-constinit const Kernels kAvx512FloatKernels = make_kernels();
+constinit const Kernels kAvx512Kernels = make_kernels("avx512");
 
 }  // namespace ringcomm::cpu
 

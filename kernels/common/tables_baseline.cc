@@ -1,10 +1,10 @@
-// Softmax and updates for every processor.
+// All kernels for every processor.
 
 #define RINGCOMM_VECTOR_BYTES 16
 #include "kernels/common/make_tables.h"
 
 namespace ringcomm::cpu {
 
-constinit const Kernels kBaselineFloatKernels = make_kernels();
+constinit const Kernels kBaselineKernels = make_kernels("baseline");
 
 }  // namespace ringcomm::cpu

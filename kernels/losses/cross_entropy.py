@@ -1,7 +1,7 @@
 """The passes of cross-entropy over tensors on a GPU: torch_cross_entropy.cc in Triton.
 
 Stats are of shape (tokens + 1, 6): max, sum, target, weighted, entropy and argmax (an int32's bits)
-of each token, and an entry that describes the shard. Formulas are there and in softmax.h.
+of each token, and an entry that describes the shard. Formulas are there and in tables.h.
 One program has one row of logits, or a block of tokens; there are no atomic additions, so results
 are deterministic. Values that would force a host synchronization (the denominator, the gradient of
 the loss, whether a target is a class) are read inside the kernels. A target that is not a class

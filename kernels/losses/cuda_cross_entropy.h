@@ -9,7 +9,7 @@
 
 namespace ringcomm {
 
-/// cross_entropy_and_grad_ by the kernels of loss_rows.h, on the current stream.
+/// cross_entropy_and_grad_ by the kernels of loss_kernels.cu, on the current stream.
 /// Returns and changes nothing if they do not support the call: the GPU has no clusters (before
 /// sm_90), there are no kernels, rows are too short or too long (plan_loss), logits are float16, or
 /// the call has a softcap, label smoothing with class weights, a scale that is not positive, or

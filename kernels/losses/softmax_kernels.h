@@ -85,11 +85,9 @@ template <class Array>
   for (; num_elems - i >= kLanes; i += kLanes)
     store_bytes(reinterpret_cast<char*>(block.z + i), Array::load(from + i * Array::kElementBytes));
   const std::size_t padded = (num_elems + kSumLanes - 1) / kSumLanes * kSumLanes;
-  if (i < num_elems) {
-    char rest[kVectorBytes] = {};
-    __builtin_memcpy(rest, from + i * Array::kElementBytes, (num_elems - i) * Array::kElementBytes);
-    store_bytes(reinterpret_cast<char*>(block.z + i), Array::load(rest));
-  }
+  if (i < num_elems)
+    store_bytes(reinterpret_cast<char*>(block.z + i),
+                Array::load(from + i * Array::kElementBytes, num_elems - i));
   if (row.logit_scale != 1.0F)
     for (i = 0; i < num_elems; ++i) block.z[i] *= row.logit_scale;
   if (row.softcap != 0.0F) {
@@ -259,11 +257,8 @@ template <class Array>
   std::size_t i = 0;
   for (; num_elems - i >= kLanes; i += kLanes)
     Array::store(to + i * Array::kElementBytes, vector_of(block, i));
-  if (i < num_elems) {
-    char rest[kVectorBytes];
-    Array::store(rest, vector_of(block, i));
-    __builtin_memcpy(to + i * Array::kElementBytes, rest, (num_elems - i) * Array::kElementBytes);
-  }
+  if (i < num_elems)
+    Array::store(to + i * Array::kElementBytes, vector_of(block, i), num_elems - i);
 }
 
 template <class Array>

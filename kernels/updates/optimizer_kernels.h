@@ -54,48 +54,23 @@ struct UpdateJob {
   char* states[2];
 };
 
+/// `num` elements: a vector, or less at the end.
 template <class Step, class Param, class Grad>
 [[gnu::always_inline]] inline void update_vector(const UpdateScalars& s, const UpdateJob& job,
-                                                 std::size_t i) {
+                                                 std::size_t i, std::size_t num = kLanes) {
   char* param = job.param + i * Param::kElementBytes;
   const std::size_t offset = i * sizeof(float);
-  Fp32 weight = job.master != nullptr ? load_bytes<Fp32>(job.master + offset) : Param::load(param);
+  Fp32 weight = job.master != nullptr ? Float32Array::load(job.master + offset, num)
+                                      : Param::load(param, num);
   Fp32 states[2] = {};
   for (int k = 0; k < 2; ++k)
-    if (job.states[k] != nullptr) states[k] = load_bytes<Fp32>(job.states[k] + offset);
-  const Fp32 grad = Grad::load(job.grad + i * Grad::kElementBytes) * s.grad_scale;
+    if (job.states[k] != nullptr) states[k] = Float32Array::load(job.states[k] + offset, num);
+  const Fp32 grad = Grad::load(job.grad + i * Grad::kElementBytes, num) * s.grad_scale;
   Step::apply(s, job.states[0] != nullptr, weight, grad, states[0], states[1]);
-  Param::store(param, weight);
-  if (job.master != nullptr) store_bytes(job.master + offset, canonical_nan<float>(weight));
+  Param::store(param, weight, num);
+  if (job.master != nullptr) Float32Array::store(job.master + offset, weight, num);
   for (int k = 0; k < 2; ++k)
-    if (job.states[k] != nullptr)
-      store_bytes(job.states[k] + offset, canonical_nan<float>(states[k]));
-}
-
-// The last elements, fewer than a vector: through copies filled up with zeros.
-template <class Step, class Param, class Grad>
-[[gnu::always_inline]] inline void update_tail(const UpdateScalars& s, const UpdateJob& job,
-                                               std::size_t i, std::size_t num_elems) {
-  char copies[5][kVectorBytes] = {};
-  char* const whole[3] = {job.master, job.states[0], job.states[1]};
-  const std::size_t fp32_bytes = num_elems * sizeof(float);
-  __builtin_memcpy(copies[0], job.param + i * Param::kElementBytes,
-                   num_elems * Param::kElementBytes);
-  __builtin_memcpy(copies[1], job.grad + i * Grad::kElementBytes, num_elems * Grad::kElementBytes);
-  for (int k = 0; k < 3; ++k)
-    if (whole[k] != nullptr)
-      __builtin_memcpy(copies[2 + k], whole[k] + i * sizeof(float), fp32_bytes);
-  const UpdateJob copy = {
-      copies[0],
-      copies[1],
-      whole[0] != nullptr ? copies[2] : nullptr,
-      {whole[1] != nullptr ? copies[3] : nullptr, whole[2] != nullptr ? copies[4] : nullptr}};
-  update_vector<Step, Param, Grad>(s, copy, 0);
-  __builtin_memcpy(job.param + i * Param::kElementBytes, copies[0],
-                   num_elems * Param::kElementBytes);
-  for (int k = 0; k < 3; ++k)
-    if (whole[k] != nullptr)
-      __builtin_memcpy(whole[k] + i * sizeof(float), copies[2 + k], fp32_bytes);
+    if (job.states[k] != nullptr) Float32Array::store(job.states[k] + offset, states[k], num);
 }
 
 template <class Step, class Param, class Grad>
@@ -109,7 +84,7 @@ void update(const UpdateScalars& scalars, const UpdateArrays& arrays, std::size_
       {reinterpret_cast<char*>(arrays.states[0]), reinterpret_cast<char*>(arrays.states[1])}};
   std::size_t i = 0;
   for (; num_elems - i >= kLanes; i += kLanes) update_vector<Step, Param, Grad>(s, job, i);
-  if (i < num_elems) update_tail<Step, Param, Grad>(s, job, i, num_elems - i);
+  if (i < num_elems) update_vector<Step, Param, Grad>(s, job, i, num_elems - i);
 }
 
 }  // namespace

@@ -11,7 +11,8 @@
 namespace ringcomm::cpu {
 namespace {
 
-// ---- formats: how a vector of weights becomes fp32, and how fp32 is written back
+// ---- formats: how a vector of weights, or its first `num`, becomes fp32, and how fp32 is written
+// ---- back
 
 /// A WeightRun as bytes.
 struct WeightJob {
@@ -26,14 +27,13 @@ struct WeightJob {
 template <class Array>
 struct PlainPlace {
   static constexpr std::size_t kElementBytes = Array::kElementBytes;
-  static constexpr bool kHasLow = false;
 
-  [[gnu::always_inline]] static Fp32 load(const WeightJob& job, std::size_t i) {
-    return Array::load(job.weight + i * kElementBytes);
+  [[gnu::always_inline]] static Fp32 load(const WeightJob& job, std::size_t i, std::size_t num) {
+    return Array::load(job.weight + i * kElementBytes, num);
   }
-  [[gnu::always_inline]] static void store(const WeightJob& job, std::size_t i, const Fp32& v,
-                                           std::uint32_t) {
-    Array::store(job.weight + i * kElementBytes, v);
+  [[gnu::always_inline]] static void store(const WeightJob& job, std::size_t i, std::size_t num,
+                                           const Fp32& v, std::uint32_t) {
+    Array::store(job.weight + i * kElementBytes, v, num);
   }
 };
 
@@ -51,31 +51,33 @@ struct PlainPlace {
 
 /// Infinities have no bits below the upper 16, and the canonical NaN neither: nothing is carried.
 struct StochasticPlace : PlainPlace<BFloat16Array> {
-  [[gnu::always_inline]] static void store(const WeightJob& job, std::size_t i, const Fp32& v,
-                                           std::uint32_t key) {
+  [[gnu::always_inline]] static void store(const WeightJob& job, std::size_t i, std::size_t num,
+                                           const Fp32& v, std::uint32_t key) {
     const Word random = rounding_bits_from(key, job.first_elem + i);
     const Word cut = (bits_as<Word>(canonical_nan<float>(v)) + random) >> 16;
-    store_bytes(job.weight + i * kElementBytes, __builtin_convertvector(cut, HalfWord));
+    store_bytes(job.weight + i * kElementBytes, __builtin_convertvector(cut, HalfWord),
+                num * kElementBytes);
   }
 };
 
 /// The lower half of the bits as a signed number is what the upper one, rounded, lacks.
 struct SplitPlace {
   static constexpr std::size_t kElementBytes = 2;
-  static constexpr bool kHasLow = true;
 
-  [[gnu::always_inline]] static Fp32 load(const WeightJob& job, std::size_t i) {
-    const auto high = load_bytes<HalfWord>(job.weight + i * kElementBytes);
-    const auto low = load_bytes<HalfVec<std::int16_t>>(job.low + i * kElementBytes);
+  [[gnu::always_inline]] static Fp32 load(const WeightJob& job, std::size_t i, std::size_t num) {
+    const std::size_t offset = i * kElementBytes, num_bytes = num * kElementBytes;
+    const auto high = load_bytes<HalfWord>(job.weight + offset, num_bytes);
+    const auto low = load_bytes<HalfVec<std::int16_t>>(job.low + offset, num_bytes);
     return bits_as<Fp32>((__builtin_convertvector(high, Word) << 16) +
                          bits_as<Word>(__builtin_convertvector(low, Vec<std::int32_t>)));
   }
-  [[gnu::always_inline]] static void store(const WeightJob& job, std::size_t i, const Fp32& v,
-                                           std::uint32_t) {
+  [[gnu::always_inline]] static void store(const WeightJob& job, std::size_t i, std::size_t num,
+                                           const Fp32& v, std::uint32_t) {
+    const std::size_t offset = i * kElementBytes, num_bytes = num * kElementBytes;
     const Word bits = bits_as<Word>(canonical_nan<float>(v));
-    store_bytes(job.weight + i * kElementBytes,
-                __builtin_convertvector((bits + 0x8000u) >> 16, HalfWord));
-    store_bytes(job.low + i * kElementBytes, __builtin_convertvector(bits & 0xffffu, HalfWord));
+    store_bytes(job.weight + offset, __builtin_convertvector((bits + 0x8000u) >> 16, HalfWord),
+                num_bytes);
+    store_bytes(job.low + offset, __builtin_convertvector(bits & 0xffffu, HalfWord), num_bytes);
   }
 };
 
@@ -84,37 +86,18 @@ struct SplitPlace {
 constexpr std::size_t kSquaresBlock = 8 * kSumLanes;
 
 template <class Grad>
-[[gnu::always_inline]] inline Fp32 gradient_of(const WeightStep& s, const char* grad) {
-  return clamped(Grad::load(grad) * s.scale, s.clip_value);
+[[gnu::always_inline]] inline Fp32 gradient_of(const WeightStep& s, const char* grad,
+                                               std::size_t num) {
+  return clamped(Grad::load(grad, num) * s.scale, s.clip_value);
 }
 
 template <class Grad>
 [[gnu::always_inline]] inline Fp32 update_of(const WeightStep& s, const WeightJob& job,
-                                             std::size_t i) {
-  const Fp32 grad = gradient_of<Grad>(s, job.grad + i * Grad::kElementBytes);
+                                             std::size_t i, std::size_t num) {
+  const Fp32 grad = gradient_of<Grad>(s, job.grad + i * Grad::kElementBytes, num);
   if (job.col_factor == nullptr) return grad;
-  return grad * job.row_factor * load_bytes<Fp32>(job.col_factor + i * sizeof(float));
+  return grad * job.row_factor * Float32Array::load(job.col_factor + i * sizeof(float), num);
 }
-
-// Copies of the last elements, fewer than a vector, filled up with zeros.
-template <class Place, class Grad>
-struct Tail {
-  [[gnu::always_inline]] Tail(const WeightJob& job, std::size_t i, std::size_t num_elems) {
-    __builtin_memcpy(weight, job.weight + i * Place::kElementBytes,
-                     num_elems * Place::kElementBytes);
-    __builtin_memcpy(grad, job.grad + i * Grad::kElementBytes, num_elems * Grad::kElementBytes);
-    if constexpr (Place::kHasLow) __builtin_memcpy(low, job.low + i * 2, num_elems * 2);
-    if (job.col_factor != nullptr)
-      __builtin_memcpy(col_factor, job.col_factor + i * sizeof(float), num_elems * sizeof(float));
-    copy = {weight,         low,
-            grad,           job.col_factor != nullptr ? col_factor : nullptr,
-            job.row_factor, job.first_elem + i};
-  }
-
-  char weight[kVectorBytes] = {}, low[kVectorBytes] = {}, grad[kVectorBytes] = {},
-       col_factor[kVectorBytes] = {};
-  WeightJob copy;
-};
 
 [[gnu::always_inline]] inline WeightJob job_of(const WeightRun& run) {
   return {static_cast<char*>(run.weight),
@@ -127,9 +110,10 @@ struct Tail {
 
 template <class Place, class Grad>
 [[gnu::always_inline]] inline void update_vector(const WeightStep& s, const WeightJob& job,
-                                                 std::size_t i) {
-  const Fp32 update = update_of<Grad>(s, job, i);
-  Place::store(job, i, descended(Place::load(job, i), update, s.lr_minus, s.decay), s.key);
+                                                 std::size_t i, std::size_t num = kLanes) {
+  const Fp32 update = update_of<Grad>(s, job, i, num);
+  const Fp32 weight = descended(Place::load(job, i, num), update, s.lr_minus, s.decay);
+  Place::store(job, i, num, weight, s.key);
 }
 
 template <class Place, class Grad>
@@ -140,29 +124,26 @@ void update_weights(const WeightStep& step, const WeightRun& run) {
   const std::size_t num_elems = run.num_elems;
   std::size_t i = 0;
   for (; num_elems - i >= kLanes; i += kLanes) update_vector<Place, Grad>(s, job, i);
-  if (i == num_elems) return;
-  const Tail<Place, Grad> tail(job, i, num_elems - i);
-  update_vector<Place, Grad>(s, tail.copy, 0);
-  __builtin_memcpy(job.weight + i * Place::kElementBytes, tail.weight,
-                   (num_elems - i) * Place::kElementBytes);
-  if constexpr (Place::kHasLow) __builtin_memcpy(job.low + i * 2, tail.low, (num_elems - i) * 2);
+  if (i < num_elems) update_vector<Place, Grad>(s, job, i, num_elems - i);
 }
 
 // Masks the lanes without an element: an infinite factor would turn their zeros into NaN.
 [[gnu::always_inline]] inline Fp32 first_lanes(const Fp32& v, std::size_t num_lanes) {
+  if (num_lanes == kLanes) return v;
   Fp32 kept = {};
   for (std::size_t lane = 0; lane < num_lanes; ++lane) kept[lane] = v[lane];
   return kept;
 }
 
+/// Adds the squares of a vector, element `begin + i` of the run and `i` of the sums.
 template <class Place, class Grad>
 [[gnu::always_inline]] inline void square_vector(const WeightStep& s, const WeightJob& job,
-                                                 std::size_t i, Fp32& of_updates,
-                                                 Fp32& of_weights) {
-  const Fp32 update = update_of<Grad>(s, job, i);
-  const Fp32 weight = Place::load(job, i);
-  of_updates = update * update;
-  of_weights = weight * weight;
+                                                 std::size_t begin, std::size_t i, Partial& updates,
+                                                 Partial& weights, std::size_t num = kLanes) {
+  const Fp32 update = update_of<Grad>(s, job, begin + i, num);
+  const Fp32 weight = Place::load(job, begin + i, num);
+  updates.add(i, first_lanes(update * update, num));
+  weights.add(i, weight * weight);
 }
 
 template <class Place, class Grad>
@@ -170,27 +151,29 @@ RunSquares squares_of(const WeightStep& step, const WeightRun& run) {
   const WeightStep s = step;
   const WeightJob job = job_of(run);
   RunSquares sums;
-  Fp32 of_updates, of_weights;
   for (std::size_t begin = 0; begin < run.num_elems; begin += kSquaresBlock) {
     const std::size_t left = run.num_elems - begin;
     const std::size_t num_elems = left < kSquaresBlock ? left : kSquaresBlock;
     Partial updates = {}, weights = {};
     std::size_t i = 0;
-    for (; num_elems - i >= kLanes; i += kLanes) {
-      square_vector<Place, Grad>(s, job, begin + i, of_updates, of_weights);
-      updates.add(i, of_updates);
-      weights.add(i, of_weights);
-    }
-    if (i < num_elems) {
-      const Tail<Place, Grad> tail(job, begin + i, num_elems - i);
-      square_vector<Place, Grad>(s, tail.copy, 0, of_updates, of_weights);
-      updates.add(i, first_lanes(of_updates, num_elems - i));
-      weights.add(i, of_weights);
-    }
+    for (; num_elems - i >= kLanes; i += kLanes)
+      square_vector<Place, Grad>(s, job, begin, i, updates, weights);
+    if (i < num_elems)
+      square_vector<Place, Grad>(s, job, begin, i, updates, weights, num_elems - i);
     sums.update += updates.total();
     sums.weight += weights.total();
   }
   return sums;
+}
+
+/// Returns the squares of a vector, and adds them to the sums `to`.
+template <class Grad>
+[[gnu::always_inline]] inline Fp32 squares_to(const WeightStep& s, const char* from, char* to,
+                                              std::size_t num = kLanes) {
+  const Fp32 value = gradient_of<Grad>(s, from, num);
+  const Fp32 squares = first_lanes(value * value, num);
+  store_bytes(to, load_bytes<Fp32>(to, num * sizeof(float)) + squares, num * sizeof(float));
+  return squares;
 }
 
 template <class Grad>
@@ -205,23 +188,20 @@ double add_squares(const WeightStep& step, const void* grad, std::size_t num_ele
     const std::size_t end = begin + (left < kSquaresBlock ? left : kSquaresBlock);
     Partial partial = {};
     std::size_t i = begin;
-    for (; end - i >= kLanes; i += kLanes) {
-      const Fp32 value = gradient_of<Grad>(s, from + i * Grad::kElementBytes);
-      const Fp32 square = value * value;
-      partial.add(i, square);
-      store_bytes(to + i * sizeof(float), load_bytes<Fp32>(to + i * sizeof(float)) + square);
-    }
-    if (i < end) {
-      char rest[kVectorBytes] = {};
-      __builtin_memcpy(rest, from + i * Grad::kElementBytes, (end - i) * Grad::kElementBytes);
-      const Fp32 value = gradient_of<Grad>(s, rest);
-      const Fp32 square = first_lanes(value * value, end - i);
-      partial.add(i, square);
-      for (std::size_t lane = 0; lane < end - i; ++lane) col_sums[i + lane] += square[lane];
-    }
+    for (; end - i >= kLanes; i += kLanes)
+      partial.add(i, squares_to<Grad>(s, from + i * Grad::kElementBytes, to + i * sizeof(float)));
+    if (i < end)
+      partial.add(
+          i, squares_to<Grad>(s, from + i * Grad::kElementBytes, to + i * sizeof(float), end - i));
     sum += partial.total();
   }
   return sum;
+}
+
+template <class Grad>
+[[gnu::always_inline]] inline void add_to(const char* from, char* to, std::size_t num = kLanes) {
+  const Fp32 sum = load_bytes<Fp32>(to, num * sizeof(float)) + Grad::load(from, num);
+  store_bytes(to, sum, num * sizeof(float));
 }
 
 template <class Grad>
@@ -230,13 +210,9 @@ void add(const void* grad, std::size_t num_elems, float* sums) {
   char* to = reinterpret_cast<char*>(sums);
   std::size_t i = 0;
   for (; num_elems - i >= kLanes; i += kLanes)
-    store_bytes(to + i * sizeof(float), load_bytes<Fp32>(to + i * sizeof(float)) +
-                                            Grad::load(from + i * Grad::kElementBytes));
-  if (i == num_elems) return;
-  char rest[kVectorBytes] = {};
-  __builtin_memcpy(rest, from + i * Grad::kElementBytes, (num_elems - i) * Grad::kElementBytes);
-  const Fp32 values = Grad::load(rest);
-  for (std::size_t lane = 0; lane < num_elems - i; ++lane) sums[i + lane] += values[lane];
+    add_to<Grad>(from + i * Grad::kElementBytes, to + i * sizeof(float));
+  if (i < num_elems)
+    add_to<Grad>(from + i * Grad::kElementBytes, to + i * sizeof(float), num_elems - i);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 #pragma once
 
 // The reductions once more, slowly, one element at a time and in wider arithmetic, sharing no line
-// with csrc/reduce.
+// with kernels/reductions.
 //
 //   integers   __int128, wrapped to the type after every step
 //   float32    double: wide enough (53 >= 2 * 24 + 2) that rounding its result again gives the

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <utility>
 
-#include "reduce/reduce_op.h"
+#include "kernels/reductions/reduce_op.h"
 #include "third_party/doctest/doctest.h"
 #include "transport/shm/staging_chooser.h"
 

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "kernels/common/level.h"
+#include "kernels/common/tables.h"
 #include "kernels/common/types.h"
+#include "kernels/reductions/reduce_op.h"
 #include "operator_case.h"
-#include "reduce/reduce_op.h"
 #include "reduce_oracle.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
@@ -20,7 +20,7 @@
 namespace {
 
 using namespace ringcomm;
-using cpu::SimdKernels;
+using cpu::Kernels;
 using CombineFn = decltype(ReduceOp::combine);
 using oracle::Bytes;
 
@@ -32,12 +32,8 @@ constexpr int kNumSrcs[] = {1, 2, 3, 5, 8};  // copy; the two-source path; the n
 constexpr int kDivisors[] = {1, 3, 1000};    // none; inexact; outside of int8
 constexpr int kNoAlias = -1;
 
-std::vector<const SimdKernels*> available_levels() {
-  return testing::available_levels(cpu::find_simd_kernels);
-}
-
-CombineFn combine_of(const SimdKernels& kernels, Reduction reduction, DType dtype) {
-  return kernels.ops[static_cast<int>(reduction)][static_cast<int>(dtype)].combine;
+CombineFn combine_of(const Kernels& kernels, Reduction reduction, DType dtype) {
+  return kernels.reductions[static_cast<int>(reduction)][static_cast<int>(dtype)].combine;
 }
 
 template <class Visit>
@@ -161,7 +157,7 @@ std::vector<Layout> layouts_of(std::size_t num_elems, int num_srcs, DType dtype)
 void check_pair(Reduction reduction, DType dtype, const std::vector<Bytes>& srcs, int divisor) {
   const Bytes expected = oracle::reduce(reduction, dtype, srcs, kMaxElems, divisor);
   const int num_srcs = static_cast<int>(srcs.size());
-  for (const SimdKernels* kernels : available_levels()) {
+  for (const Kernels* kernels : testing::kernel_levels()) {
     const CombineFn combine = combine_of(*kernels, reduction, dtype);
     for (const std::size_t num_elems : kSizes) {
       for (const Layout& layout : layouts_of(num_elems, num_srcs, dtype)) {
@@ -210,7 +206,7 @@ TEST_CASE("16-bit floats survive the way to fp32 and back, and products round to
       if (divisor == 0) srcs.pop_back();
       const Bytes expected =
           oracle::reduce(Reduction::kProduct, dtype, srcs, kNumValues, std::max(1, divisor));
-      for (const SimdKernels* kernels : available_levels()) {
+      for (const Kernels* kernels : testing::kernel_levels()) {
         CAPTURE(kernels->level);
         const CombineFn combine = combine_of(*kernels, Reduction::kProduct, dtype);
         CHECK(stores_expected(combine, dtype, srcs, expected, {.num_elems = kNumValues},
@@ -223,7 +219,7 @@ TEST_CASE("zeros of either sign and NaN in minima and maxima") {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<std::vector<float>> srcs = {{0.0F, -0.0F, nan, 1.0F}, {-0.0F, 0.0F, 1.0F, nan}};
   const void* pointers[2] = {srcs[0].data(), srcs[1].data()};
-  for (const SimdKernels* kernels : available_levels()) {
+  for (const Kernels* kernels : testing::kernel_levels()) {
     for (const Reduction reduction : {Reduction::kMin, Reduction::kMax}) {
       float result[4] = {};
       combine_of(*kernels, reduction, DType::kFloat32)(result, nullptr, pointers, 2, 4, 1);
@@ -276,20 +272,20 @@ TEST_CASE("the registry has every operator and refuses what has no meaning") {
     CAPTURE(name_of(dtype));
     const ReduceOp* op = cpu::find_reduce_op(reduction, dtype);
     CHECK((op != nullptr) == oracle::has_meaning(reduction, dtype));
-    for (const SimdKernels* kernels : available_levels()) {
+    for (const Kernels* kernels : testing::kernel_levels()) {
       CHECK((combine_of(*kernels, reduction, dtype) != nullptr) ==
             oracle::has_meaning(reduction, dtype));
     }
     if (op == nullptr) return;
     CHECK(op->element_bytes == element_bytes(dtype));
     const bool is_of_level =
-        op->combine == combine_of(*cpu::find_simd_kernels(cpu::simd_level()), reduction, dtype);
+        op->combine == combine_of(*cpu::find_kernels(cpu::simd_level()), reduction, dtype);
     CHECK(is_of_level);
   });
 }
 
 TEST_CASE("RINGCOMM_SIMD chooses the level") {
-  const std::string best = available_levels().back()->level;
+  const std::string best = testing::kernel_levels().back()->level;
   CHECK(cpu::choose_simd_level(nullptr) == best);
   CHECK(cpu::choose_simd_level("") == best);
   CHECK(std::string(cpu::choose_simd_level("baseline")) == "baseline");
@@ -300,7 +296,7 @@ TEST_CASE("RINGCOMM_SIMD chooses the level") {
       "RINGCOMM_SIMD=\"sse9\" is not an instruction set: expected avx512, avx2 or baseline",
       std::invalid_argument);
   for (const char* level : {"avx2", "avx512"}) {
-    if (cpu::find_simd_kernels(level) == nullptr) {
+    if (cpu::find_kernels(level) == nullptr) {
       CHECK_THROWS_AS(cpu::choose_simd_level(level), std::invalid_argument);
     }
   }

@@ -12,7 +12,6 @@
 
 #include "kernels/common/tables.h"
 #include "kernels/common/types.h"
-#include "kernels/losses/softmax.h"
 #include "operator_case.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
@@ -253,7 +252,7 @@ void for_each_row(const Visit& visit) {
 
 TEST_CASE("stats are those of double, with the same bits at every level") {
   for_each_row([](const Row& row) {
-    const SoftmaxStats stats = stats_of(cpu::kBaselineFloatKernels, row);
+    const SoftmaxStats stats = stats_of(cpu::kBaselineKernels, row);
     check_stats(stats, row, Expected(row));
     for (const Kernels* kernels : kernel_levels()) {
       const SoftmaxStats others = stats_of(*kernels, row);
@@ -268,7 +267,7 @@ TEST_CASE("gradients are those of double, in place too, with the same bits at ev
     const auto max = static_cast<float>(row.values.empty() ? 0 : expected.max);
     for (const float smooth : {0.0F, 0.01F}) {
       const LogitGrad grad = {.max = max, .prob = 0.4F, .smooth = smooth, .target = 0.75F};
-      const Bytes bytes = grad_of(cpu::kBaselineFloatKernels, row, grad, false);
+      const Bytes bytes = grad_of(cpu::kBaselineKernels, row, grad, false);
       check_grad(bytes, row, grad, expected);
       for (const Kernels* kernels : kernel_levels())
         for (const bool is_in_place : {false, true}) {
@@ -329,7 +328,7 @@ TEST_CASE("rows of -infinity have no sum; NaN and infinity go into it") {
               CHECK(std::isnan(stats.sum));
               CHECK(stats.max == (special == kInf ? kInf : size == 1 ? -kInf : other));
               const Bytes grad = grad_of(*kernels, row, {.max = 0, .prob = 1}, false);
-              CHECK(grad == grad_of(cpu::kBaselineFloatKernels, row, {.max = 0, .prob = 1}, false));
+              CHECK(grad == grad_of(cpu::kBaselineKernels, row, {.max = 0, .prob = 1}, false));
             }
       }
 }

@@ -203,7 +203,7 @@ TEST_CASE("updates of every size have the same bits at every level, and touch no
       CAPTURE(describe(spec));
       CAPTURE(num_elems);
       const Operands before = special_operands();
-      const Run expected(cpu::kBaselineFloatKernels, spec, kF32, kF32, before, num_elems);
+      const Run expected(cpu::kBaselineKernels, spec, kF32, kF32, before, num_elems);
       for (const Kernels* kernels : kernel_levels()) {
         const Run run(*kernels, spec, kF32, kF32, before, num_elems);
         CHECK(run.param == expected.param);
@@ -218,7 +218,7 @@ TEST_CASE("values that are not finite go into parameters and state, as the canon
     CAPTURE(describe(spec));
     Operands before = random_operands();
     before.grad[5] = -std::nanf("0x77");
-    const Run run(cpu::kBaselineFloatKernels, spec, kF32, kF32, before, kMaxElems);
+    const Run run(cpu::kBaselineKernels, spec, kF32, kF32, before, kMaxElems);
     const float nan = std::numeric_limits<float>::quiet_NaN();
     CHECK(std::memcmp(&run.x.weight[5], &nan, sizeof nan) == 0);
     CHECK(std::isfinite(run.x.weight[6]));

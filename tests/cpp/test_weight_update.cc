@@ -223,8 +223,8 @@ TEST_CASE("weights rounded to nearest have the bits of the LOMO step of the fuse
         before.format != WeightFormat::kStochastic && before.format != WeightFormat::kSplit;
     if (!is_plain || !before.col_factor.empty()) return;
     Operands x = before, y = before;
-    ops_of(cpu::kBaselineFloatKernels, x, grad_idx).update(step, x.run(kMaxElems));
-    cpu::kBaselineFloatKernels.updates[static_cast<int>(spec.optimizer)][cpu::float_dtype_idx(
+    ops_of(cpu::kBaselineKernels, x, grad_idx).update(step, x.run(kMaxElems));
+    cpu::kBaselineKernels.updates[static_cast<int>(spec.optimizer)][cpu::float_dtype_idx(
         dtype_of(y.format))][cpu::float_dtype_idx(y.grad_dtype)](
         scalars, {.param = y.weight.data(), .grad = y.grad.data()}, kMaxElems);
     CHECK(x == y);
@@ -246,7 +246,7 @@ TEST_CASE("sums of squares are those of double, with the same bits at every leve
         exact.weight += std::pow(static_cast<double>(x.weight_at(i)), 2);
       }
       const RunSquares first =
-          ops_of(cpu::kBaselineFloatKernels, x, grad_idx).squares(step, x.run(num_elems));
+          ops_of(cpu::kBaselineKernels, x, grad_idx).squares(step, x.run(num_elems));
       CHECK(is_near(first.update, exact.update));
       CHECK(is_near(first.weight, exact.weight));
       for (const Kernels* kernels : kernel_levels()) {

@@ -3,7 +3,7 @@
     python -m tests.judge.draw_cpp KIND [--count 40] [--seed 68]
 
 KIND is engine (all of csrc that the CPU build compiles, but for the following) or operators
-(csrc/reduce, and kernels without what is for GPUs). Each place of each rule has the same chance.
+(kernels without what is for GPUs). Each place of each rule has the same chance.
 Left out are comments, texts, lines of the preprocessor and static_asserts. What is printed goes to
 the end of faults/KIND.toml, and stays there, unless the judge says that it does not compile: then
 the next one takes its place (a higher --count).
@@ -24,7 +24,7 @@ _FOLDERS = {
         f"csrc/{folder}"
         for folder in ("bindings", "collectives", "communicator", "core", "host", "transport")
     ),
-    "operators": ("csrc/reduce", "kernels"),
+    "operators": ("kernels",),
 }
 # The tests that must notice a fault, by the beginning of the file's path; the longest counts.
 _RECORDS = ("cpp", "python/backend/test_flight_dumps.py", "python/backend/test_job_doctor.py")

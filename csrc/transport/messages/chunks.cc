@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "collectives/call.h"
-#include "collectives/ring.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
 #include "transport/messages/hosts.h"
@@ -14,10 +13,24 @@ namespace {
 // all_reduce, reduce_scatter and all_gather, in which every rank owns a chunk.
 class Chunks {
  public:
-  explicit Chunks(HostsCall& call)
-      : c_(call),
-        hosts_(call.hosts),
-        shards_(ShardTable::of_call(call.call, call.rank, call.world_size)) {}
+  explicit Chunks(HostsCall& call) : c_(call), hosts_(call.hosts) {
+    const auto data = [&](const void* buffer, std::size_t elems = 0) {
+      return const_cast<std::byte*>(at(buffer, elems, c_.element_bytes));
+    };
+    const ChunkLayout layout(c_.call.num_elems, c_.world_size);
+    for (int rank = 0; rank < c_.world_size; ++rank) {
+      const ElemRange part = layout.chunk(rank);
+      chunks_.push_back(!gathers_ ? Chunk{data(c_.call.inputs[rank]),
+                                          rank == c_.rank ? data(c_.call.outputs[0]) : nullptr,
+                                          c_.call.input_shard(rank)}
+                        : !reduces_
+                            ? Chunk{data(c_.call.outputs[rank]), data(c_.call.outputs[rank]),
+                                    c_.call.output_shard(rank)}
+                            : Chunk{data(c_.call.inputs[0], part.begin_elems),
+                                    data(c_.call.outputs[0], part.begin_elems), part.num_elems});
+      max_elems_ = std::max(max_elems_, chunks_.back().num_elems);
+    }
+  }
 
   void run() {
     const Collective& call = c_.call;
@@ -29,6 +42,23 @@ class Chunks {
   }
 
  private:
+  // The chunk of one rank in this rank's buffers. In an all_gather the own one is copied to its
+  // output first.
+  struct Chunk {
+    const std::byte* input;
+    std::byte* output;  // null if this rank has no room for it
+    std::size_t num_elems;
+  };
+  const std::byte* input(int rank, const ElemRange& slice) const {
+    return at(of(chunks_, rank).input, slice.begin_elems, c_.element_bytes);
+  }
+  std::byte* output(int rank, const ElemRange& slice) const {
+    return at(of(chunks_, rank).output, slice.begin_elems, c_.element_bytes);
+  }
+  ElemRange slice(int rank, std::size_t slice_idx, std::size_t slice_elems) const {
+    return slice_of({0, of(chunks_, rank).num_elems}, slice_idx, slice_elems);
+  }
+
   // Leaves this rank's chunk, reduced over all ranks, in its output. The ranks of a host reduce
   // what they have for each rank, its rail peer sends that, and the owner adds up the hosts in
   // their order: one rounding inside a host, and one between them.
@@ -48,28 +78,27 @@ class Chunks {
       c_.exchange.finish_sends();
       for (const int host : hosts_.other_hosts)
         c_.recv(hosts_.rail_peer(c_.rank, host), received(idx, host),
-                shards_.slice(c_.rank, idx, max_elems).num_elems);
+                slice(c_.rank, idx, max_elems).num_elems);
       for (std::size_t round = 0; round < hosts_.rounds.size(); ++round) {
         const std::vector<int>& owners = hosts_.rounds[round];
         run_for(OpKind::kReduceScatter, owners, max_elems, idx, slot(idx, round));
         const int owner = of(owners, hosts_.local_rank);
         if (owner < 0) continue;
-        const ElemRange part = shards_.slice(owner, idx, max_elems);
-        c_.send(owner, c_.local != nullptr ? slot(idx, round) : shards_.input(owner, part),
-                part.num_elems);
+        const ElemRange part = slice(owner, idx, max_elems);
+        c_.send(owner, c_.local != nullptr ? slot(idx, round) : input(owner, part), part.num_elems);
       }
     };
     const auto complete = [&](std::size_t idx) {
-      const ElemRange own = shards_.slice(c_.rank, idx, max_elems);
-      std::byte* output = shards_.output(c_.rank, own);
-      run_for(OpKind::kReduceScatter, hosts_.local_ranks, max_elems, idx, output);
+      const ElemRange own = slice(c_.rank, idx, max_elems);
+      std::byte* result = output(c_.rank, own);
+      run_for(OpKind::kReduceScatter, hosts_.local_ranks, max_elems, idx, result);
       c_.exchange.finish();
       if (own.num_elems == 0) return;
       std::vector<const void*> sources;
       for (int host = 0; host < c_.num_hosts(); ++host) sources.push_back(received(idx, host));
-      of(sources, hosts_.host) = c_.local != nullptr ? output : shards_.input(c_.rank, own);
-      shards_.op->combine(output, nullptr, sources.data(), c_.num_hosts(), own.num_elems,
-                          shards_.divisor);
+      of(sources, hosts_.host) = c_.local != nullptr ? result : input(c_.rank, own);
+      reduce_op_of(c_.call).combine(result, nullptr, sources.data(), c_.num_hosts(), own.num_elems,
+                                    divisor_of(c_.call, c_.world_size));
     };
     c_.in_pieces(1, num_steps_, num_pieces(max_elems), post, complete);
   }
@@ -80,15 +109,15 @@ class Chunks {
     const std::size_t max_elems = piece_elems(OpKind::kAllGather);
     const auto post = [&](std::size_t idx) {
       c_.exchange.finish_sends();
-      const ElemRange own = shards_.slice(c_.rank, idx, max_elems);
+      const ElemRange own = slice(c_.rank, idx, max_elems);
       for (const auto& owners : hosts_.rounds) {
         const int owner = of(owners, hosts_.local_rank);
         if (owner < 0) continue;
-        const ElemRange theirs = shards_.slice(owner, idx, max_elems);
-        c_.recv(owner, shards_.output(owner, theirs), theirs.num_elems);
+        const ElemRange theirs = slice(owner, idx, max_elems);
+        c_.recv(owner, output(owner, theirs), theirs.num_elems);
       }
       for (const int host : hosts_.other_hosts)
-        c_.send(hosts_.rail_peer(c_.rank, host), shards_.output(c_.rank, own), own.num_elems);
+        c_.send(hosts_.rail_peer(c_.rank, host), output(c_.rank, own), own.num_elems);
       run_for(OpKind::kAllGather, hosts_.local_ranks, max_elems, idx, nullptr);
     };
     const auto complete = [&](std::size_t idx) {
@@ -112,7 +141,7 @@ class Chunks {
     const int end = gathers_ ? 2 * ring.num_steps() : ring.num_steps();
     const auto num_steps = static_cast<std::size_t>(end - begin);
     const std::size_t max_elems = kSliceBytes / c_.element_bytes;
-    const std::size_t slot_bytes = std::min(kSliceBytes, c_.bytes(shards_.max_elems()));
+    const std::size_t slot_bytes = std::min(kSliceBytes, c_.bytes(max_elems_));
     std::byte* const slots = reduces_ ? c_.exchange.stage(kNumSlots * slot_bytes) : nullptr;
     const auto slot = [&](std::size_t idx) { return slots + idx % kNumSlots * slot_bytes; };
     // The last one of an odd number takes its turns alone.
@@ -125,7 +154,7 @@ class Chunks {
     };
     // Of the chunk that is sent or received in a turn; the all-gather continues their sequence.
     const auto slice_at = [&](std::size_t idx, int chunk) {
-      return shards_.slice(chunk, slice_of_turn(idx), max_elems);
+      return slice(chunk, slice_of_turn(idx), max_elems);
     };
     // In a trace; `number` counts the steps of one half, and is 0 where the rank's own part is
     // sent.
@@ -146,7 +175,7 @@ class Chunks {
     };
     // The sum of what was received in a turn, which is sent two turns later.
     const auto sum_of = [&](std::size_t idx, int chunk, const ElemRange& part) {
-      return shards_.of(chunk).output != nullptr ? shards_.output(chunk, part) : slot(idx);
+      return of(chunks_, chunk).output != nullptr ? output(chunk, part) : slot(idx);
     };
     const auto post = [&](std::size_t idx) {
       if (slice_of_turn(idx) >= num_slices) return;
@@ -157,11 +186,11 @@ class Chunks {
       const ElemRange in = slice_at(idx, received), out = slice_at(idx, sent);
       // In the first turn headers are exchanged even without data.
       if (in.num_elems > 0 || idx == 0)
-        c_.recv(ring.previous(), step < ring.num_steps() ? slot(idx) : shards_.output(received, in),
+        c_.recv(ring.previous(), step < ring.num_steps() ? slot(idx) : output(received, in),
                 in.num_elems);
       const auto send = [&] {
         if (out.num_elems > 0 || idx == 0)
-          c_.send(ring.next(), step == 0 ? shards_.input(sent, out) : sum_of(idx - 2, sent, out),
+          c_.send(ring.next(), step == 0 ? input(sent, out) : sum_of(idx - 2, sent, out),
                   out.num_elems);
       };
       if (step > begin) return send();
@@ -180,9 +209,10 @@ class Chunks {
                  step + 1 < end ? ring.next() : recorder::kNobody);
       c_.exchange.finish();
       if (step >= ring.num_steps() || in.num_elems == 0) return;
-      const void* const sources[] = {slot(idx), shards_.input(received, in)};
-      shards_.op->combine(sum_of(idx, received, in), nullptr, sources, 2, in.num_elems,
-                          step + 1 == ring.num_steps() ? shards_.divisor : 1);
+      const void* const sources[] = {slot(idx), input(received, in)};
+      reduce_op_of(c_.call).combine(
+          sum_of(idx, received, in), nullptr, sources, 2, in.num_elems,
+          step + 1 == ring.num_steps() ? divisor_of(c_.call, c_.world_size) : 1);
     };
     c_.in_pieces(1, end - begin, (num_slices + 1) / 2 * 2 * num_steps, post, complete);
   }
@@ -190,7 +220,7 @@ class Chunks {
   // The elements of a piece of all chunks. Two pieces are staged at the same time. Over messages
   // alone there is nothing to do in a host meanwhile, and an all_gather stages nothing.
   std::size_t piece_elems(OpKind op) const {
-    const std::size_t most_elems = std::max<std::size_t>(1, shards_.max_elems());
+    const std::size_t most_elems = std::max<std::size_t>(1, max_elems_);
     if (hosts_.is_flat() && op == OpKind::kAllGather) return most_elems;
     return std::clamp<std::size_t>(
         kStagingBytes / (2 * static_cast<std::size_t>(c_.world_size) * c_.element_bytes), 1,
@@ -198,7 +228,7 @@ class Chunks {
   }
   // One at least, because headers are exchanged even without data.
   std::size_t num_pieces(std::size_t max_elems) const {
-    return std::max<std::size_t>(1, num_slices(shards_.max_elems(), max_elems));
+    return std::max<std::size_t>(1, num_slices(max_elems_, max_elems));
   }
 
   // A collective of piece `idx` of the owners' chunks, one for each rank of this host: each rank
@@ -211,10 +241,10 @@ class Chunks {
     std::vector<void*> parts;
     std::vector<std::size_t> elems;
     for (const int owner : owners) {
-      const ElemRange part = owner < 0 ? ElemRange{} : shards_.slice(owner, idx, max_elems);
+      const ElemRange part = owner < 0 ? ElemRange{} : slice(owner, idx, max_elems);
       parts.push_back(owner < 0 ? nullptr
-                      : reduces ? const_cast<std::byte*>(shards_.input(owner, part))
-                                : shards_.output(owner, part));
+                      : reduces ? const_cast<std::byte*>(input(owner, part))
+                                : output(owner, part));
       elems.push_back(part.num_elems);
     }
     if (idx > 0 && std::ranges::all_of(elems, [](std::size_t n) { return n == 0; })) return;
@@ -232,10 +262,11 @@ class Chunks {
 
   HostsCall& c_;
   const HostsView& hosts_;
-  const ShardTable shards_;
   const bool reduces_ = c_.call.op != OpKind::kAllGather;
   const bool gathers_ = c_.call.op != OpKind::kReduceScatter;
   const int num_steps_ = reduces_ && gathers_ ? 2 : 1;
+  std::vector<Chunk> chunks_;  // by rank
+  std::size_t max_elems_ = 0;
 };
 
 }  // namespace

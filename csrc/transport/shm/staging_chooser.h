@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "collectives/call.h"
-#include "reduce/reduce_op.h"
+#include "kernels/reductions/reduce_op.h"
 
 namespace ringcomm {
 

@@ -275,7 +275,7 @@ def test_the_gate_fails_without_nvcc(
     assert "no nvcc here: kernels' code NOT compared" in capsys.readouterr().out
 
 
-LISTS = ("csrc/cuda/kernels/kernel_list.h", "kernels/losses/loss_rows.h")  # of kernels
+LISTS = ("csrc/cuda/kernels/kernel_list.h", "kernels/losses/loss_kernels.cu")  # of kernels
 INCLUDED = (f"-I{ROOT / 'csrc'}", f"-I{ROOT}")
 
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
 # A file in csrc/X may include X and what stands left of it, and all of kernels.
-LAYERS = ("core", "reduce", "host", "collectives", "transport", "communicator", "bindings", "cuda")
+LAYERS = ("core", "host", "collectives", "transport", "communicator", "bindings", "cuda")
 # What kernels may include of csrc (docs/design/architecture.md says why).
 SHARED_WITH_KERNELS = {"core/annotations.h", "cuda/driver/driver.h"}
 # A transport's folder in csrc/transport, and whose it may include besides.

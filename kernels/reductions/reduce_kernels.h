@@ -1,10 +1,11 @@
 #pragma once
 
-// The reductions, written once and compiled for each level by its own source file (see simd.h for
-// the rules).
+// The reductions, written once and compiled for each level by its own source file (see
+// kernels/common/simd.h for the rules).
 
-#include "kernels/common/types.h"
-#include "reduce/reduce_op.h"
+#include <type_traits>
+
+#include "kernels/common/tables.h"
 
 // Below the headers of others.
 #include "kernels/common/simd.h"
@@ -217,39 +218,33 @@ consteval Reduction lane_reduction(Reduction reduction) {
 }
 
 template <DType kDType, class Elem, int kReduction>
-consteval void set(SimdKernels& kernels) {
+consteval void set_reductions(Kernels& kernels) {
   if constexpr (kReduction < kNumReductions) {
     constexpr Reduction kOp = lane_reduction<Elem>(static_cast<Reduction>(kReduction));
     if constexpr (kOp != Reduction::kMerge)
-      kernels.ops[kReduction][static_cast<int>(kDType)] = {
+      kernels.reductions[kReduction][static_cast<int>(kDType)] = {
           element_bytes(kDType), combine<Elem, kOp, element_bytes(kDType)>};
-    set<kDType, Elem, kReduction + 1>(kernels);
+    set_reductions<kDType, Elem, kReduction + 1>(kernels);
   }
 }
 
-consteval SimdKernels make_kernels(const char* level) {
-  SimdKernels kernels = {.level = level};
-  set<DType::kBool, BoolElement, 0>(kernels);
-  set<DType::kUint8, Element<std::uint8_t>, 0>(kernels);
-  set<DType::kInt8, Element<std::int8_t>, 0>(kernels);
-  set<DType::kInt16, Element<std::int16_t>, 0>(kernels);
-  set<DType::kInt32, Element<std::int32_t>, 0>(kernels);
-  set<DType::kInt64, Element<std::int64_t>, 0>(kernels);
-  set<DType::kUint16, Element<std::uint16_t>, 0>(kernels);
-  set<DType::kUint32, Element<std::uint32_t>, 0>(kernels);
-  set<DType::kUint64, Element<std::uint64_t>, 0>(kernels);
-  set<DType::kFloat16, Float16Element, 0>(kernels);
-  set<DType::kBFloat16, BFloat16Element, 0>(kernels);
-  set<DType::kFloat32, Element<float>, 0>(kernels);
-  set<DType::kFloat64, Element<double>, 0>(kernels);
-  kernels.ops[static_cast<int>(Reduction::kMerge)][static_cast<int>(DType::kSoftmaxStats)] = {
-      element_bytes(DType::kSoftmaxStats), merge_softmax_stats};
-  return kernels;
+consteval void set_reductions(Kernels& kernels) {
+  set_reductions<DType::kBool, BoolElement, 0>(kernels);
+  set_reductions<DType::kUint8, Element<std::uint8_t>, 0>(kernels);
+  set_reductions<DType::kInt8, Element<std::int8_t>, 0>(kernels);
+  set_reductions<DType::kInt16, Element<std::int16_t>, 0>(kernels);
+  set_reductions<DType::kInt32, Element<std::int32_t>, 0>(kernels);
+  set_reductions<DType::kInt64, Element<std::int64_t>, 0>(kernels);
+  set_reductions<DType::kUint16, Element<std::uint16_t>, 0>(kernels);
+  set_reductions<DType::kUint32, Element<std::uint32_t>, 0>(kernels);
+  set_reductions<DType::kUint64, Element<std::uint64_t>, 0>(kernels);
+  set_reductions<DType::kFloat16, Float16Element, 0>(kernels);
+  set_reductions<DType::kBFloat16, BFloat16Element, 0>(kernels);
+  set_reductions<DType::kFloat32, Element<float>, 0>(kernels);
+  set_reductions<DType::kFloat64, Element<double>, 0>(kernels);
+  kernels.reductions[static_cast<int>(Reduction::kMerge)][static_cast<int>(DType::kSoftmaxStats)] =
+      {element_bytes(DType::kSoftmaxStats), merge_softmax_stats};
 }
 
 }  // namespace
 }  // namespace ringcomm::cpu
-
-#if defined(__clang__) && RINGCOMM_VECTOR_BYTES != 16
-#pragma clang attribute pop
-#endif

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <string_view>
 
 #include "kernels/common/types.h"
 
@@ -40,26 +39,9 @@ enum class StoreKind { kCached, kStreaming };
 /// returns.
 void copy_bytes(void* to, const void* from, std::size_t num_bytes, StoreKind kind);
 
-// ---- internal to this folder and its tests
-
-/// The kernels of one level (kernels/common/level.h).
-struct SimdKernels {
-  const char* level = nullptr;
-  /// Without combine() where the pair has no meaning.
-  ReduceOp ops[kNumReductions][kNumDTypes] = {};
-};
-
-extern const SimdKernels kBaselineKernels;
-#if defined(__x86_64__)
-extern const SimdKernels kAvx2Kernels, kAvx512Kernels;
-#endif
-
-/// The same for every instruction set.
+/// The reduction of DType::kSoftmaxStats, on every level.
 void merge_softmax_stats(void* to, void* also_to, const void* const* srcs, int num_srcs,
                          std::size_t num_elems, int divisor);
-
-/// The kernels of a level, or null where this processor lacks it.
-const SimdKernels* find_simd_kernels(std::string_view level);
 
 }  // namespace cpu
 }  // namespace ringcomm

@@ -1,4 +1,4 @@
-#include "reduce/reduce_op.h"
+#include "kernels/reductions/reduce_op.h"
 
 #include <algorithm>
 #include <cstring>
@@ -7,16 +7,11 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels/common/level.h"
+#include "kernels/common/tables.h"
 #include "kernels/losses/softmax_merge.h"
 
 namespace ringcomm::cpu {
 namespace {
-
-const SimdKernels& simd_kernels() {
-  static const SimdKernels& chosen = *find_simd_kernels(simd_level());
-  return chosen;
-}
 
 #if defined(__x86_64__)
 // Only whole lines are streamed: the processor gathers streamed bytes into a line, and sends a
@@ -58,26 +53,17 @@ void merge_softmax_stats(void* to, void* also_to, const void* const* srcs, int n
   }
 }
 
-const SimdKernels* find_simd_kernels(std::string_view level) {
-  if (!has_simd_level(level)) return nullptr;
-#if defined(__x86_64__)
-  if (level == "avx512") return &kAvx512Kernels;
-  if (level == "avx2") return &kAvx2Kernels;
-#endif
-  return &kBaselineKernels;
-}
-
 const ReduceOp* find_reduce_op(Reduction reduction, DType dtype) {
   const int r = static_cast<int>(reduction);
   const int d = static_cast<int>(dtype);
   if (r >= kNumReductions || d >= kNumDTypes) return nullptr;
-  const ReduceOp& op = simd_kernels().ops[r][d];
+  const ReduceOp& op = kernels().reductions[r][d];
   return op.combine == nullptr ? nullptr : &op;
 }
 
 void copy_bytes(void* to, const void* from, std::size_t num_bytes, StoreKind kind) {
   if (num_bytes == 0) return;  // the pointers may be null, which memcpy does not allow
-  if (kind == StoreKind::kStreaming && &simd_kernels() != &kBaselineKernels)
+  if (kind == StoreKind::kStreaming && &kernels() != &kBaselineKernels)
     stream_copy(to, from, num_bytes);
   else
     std::memcpy(to, from, num_bytes);
