@@ -6,7 +6,7 @@
 #include "cuda/kernels/rendezvous.h"
 
 // all_reduce around a ring of links, several rings side by side: block b of every rank is channel
-// b, and has its own part of every chunk. The schedule is that of collectives/ring.h.
+// b, and has its own part of every chunk. The schedule is that of transport/shm/ring.cc.
 
 namespace ringcomm::cuda {
 

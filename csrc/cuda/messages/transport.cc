@@ -348,7 +348,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
 
   // An all_reduce: in each step a rank sends a slice of a chunk to the next rank, and receives one
   // that it adds to its own by torch's operators, or keeps. The chunks are those of
-  // collectives/ring.h, where the all-gather continues the sequence of the reduce-scatter.
+  // transport/shm/ring.cc, where the all-gather continues the sequence of the reduce-scatter.
   std::uint64_t ring(const Collective& call) {
     const RingSchedule ranks(rank_, world_size_);
     const ChunkLayout layout(call.num_elems, world_size_);
