@@ -89,8 +89,11 @@ RINGCOMM_HD WaitStatus compare(B& block, const KernelCall& call) {
 /// Publishes this rank's notice and reads the others'.
 template <Block B>
 RINGCOMM_HD WaitStatus meet(B& block, const KernelCall& call, Board<B, Meeting>& board) {
-  // All have read the notice before the last one: close_call() has waited for them.
-  if (board.phase() == Staging::kFailed) return WaitStatus::kAborted;
+  // All threads agree, since a failed call beside this one may write the phase; and all have read
+  // it before one writes it again.
+  const auto failed = board.phase() == Staging::kFailed ? WaitStatus::kAborted : WaitStatus::kNone;
+  if (const WaitStatus stop = block.agree(failed); stop != WaitStatus::kNone) return stop;
+  // Peers have read the notice before this one: close_call() has waited for them.
   CallNotice& mine = call.staging.notice(call.rank);
   deal(block, kHeaderWords, [&](int i) { mine.header[i] = call.header[i]; });
   deal(block, call.world_size, [&](int i) {

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cases import covering
 from full_states import full_weights
+from gradient_watch import gradients_of, states_of
 from moe_models import IN, Case, batch, dense_net, expert_net, groups_of, loss_of
 from oracle import all_equal
 from ranks import in_ranks
@@ -57,7 +58,7 @@ def test_bytes_of_a_step(rank: int, of_kind: tuple[str, int], num_shards: int) -
         found = sent_bytes().total() - before.total() - tokens
         optimizer.zero_grad()
     assert found == expected
-    assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
+    assert live_bytes(states_of(optimizer)) == pytest.approx(memory.states, rel=0.05)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -74,11 +75,11 @@ def test_memory_is_what_was_predicted(rank: int, stage: int) -> None:
         optimizer.zero_grad()
         model(torch.randn(4, 64)).square().mean().backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        found = live_bytes(grads if stage == 3 else optimizer.gradient_tensors())
+        found = live_bytes(grads if stage == 3 else gradients_of(optimizer))
         optimizer.step()
     assert found == pytest.approx(expected.gradients, rel=0.05)
     assert live_bytes(model.parameters()) == pytest.approx(expected.parameters, rel=0.05)
-    assert live_bytes(optimizer.state_tensors()) == pytest.approx(expected.states, rel=0.05)
+    assert live_bytes(states_of(optimizer)) == pytest.approx(expected.states, rel=0.05)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
