@@ -70,8 +70,6 @@ RINGCOMM_HD void finish(B& block, const GroupFrame& call, WaitStatus stop) {
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), NoWords());
 }
 
-// The two rendezvous of a call are kernels of one block each.
-
 /// Whether all ranks made this call. If not, reports one that did not to the host.
 template <Block B>
 RINGCOMM_HD WaitStatus compare(B& block, const KernelCall& call) {
@@ -89,8 +87,7 @@ RINGCOMM_HD WaitStatus compare(B& block, const KernelCall& call) {
 /// Publishes this rank's notice and reads the others'.
 template <Block B>
 RINGCOMM_HD WaitStatus meet(B& block, const KernelCall& call, Board<B, Meeting>& board) {
-  // All threads agree, since a failed call beside this one may write the phase; and all have read
-  // it before one writes it again.
+  // All threads agree: a failed call beside this one may write the phase.
   const auto failed = board.phase() == Staging::kFailed ? WaitStatus::kAborted : WaitStatus::kNone;
   if (const WaitStatus stop = block.agree(failed); stop != WaitStatus::kNone) return stop;
   // Peers have read the notice before this one: close_call() has waited for them.
@@ -136,6 +133,7 @@ RINGCOMM_HD inline bool is_done(const KernelCall& call) {
   return call.piece_begin > 0 && call.staging.table(call.rank).is_whole != 0;
 }
 
+/// The first of the two rendezvous of a call, which are kernels of one block each.
 template <Block B>
 RINGCOMM_HD void open_call(B& block, const KernelCall& call) {
   if (is_done(call)) return;
