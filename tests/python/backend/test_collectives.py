@@ -256,7 +256,10 @@ def test_a_ring_has_another_order(rank: int) -> None:
 
 @in_ranks(2)
 def test_calls_that_choose_the_algorithm(rank: int) -> None:
-    """While rank 0 measures both, at sizes near their limit; also in asynchronous calls."""
+    """While rank 0 measures both, at sizes near their limit; also in asynchronous calls.
+
+    https://github.com/flashinfer-ai/flashinfer/issues/3186: each rank chose by its own times.
+    """
     group = dist.new_group(backend="ringcomm")
     num_calls = 0
     for dtype in (torch.int32, torch.int16):
@@ -274,6 +277,18 @@ def test_calls_that_choose_the_algorithm(rank: int) -> None:
     counts = ringcomm.stats(group)
     algorithms = [counts[key]["num_calls"] for key in counts if key[0] == "all_reduce"]
     assert sum(algorithms) == num_calls
+
+
+@in_ranks(3)
+def test_bits_do_not_depend_on_the_algorithm_that_calls_choose(rank: int) -> None:
+    """https://github.com/ROCm/rocm-systems/issues/11661: another algorithm had another order."""
+    groups = [group_with(algorithm, None) for algorithm in ("one_shot", "two_shot")]
+    for op, dtype in itertools.product(oracle.NUMBER_OPS, (torch.float32, torch.bfloat16)):
+        inputs = [oracle.floats(r, 5003, dtype) for r in range(3)]
+        for group in groups:
+            tensor = inputs[rank].clone()
+            dist.all_reduce(tensor, oracle.OPS[op], group=group)
+            oracle.assert_equal(tensor, oracle.left_to_right(inputs, op))
 
 
 # ---- threads of a rank
