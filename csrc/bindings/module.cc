@@ -247,6 +247,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](const BackendPtr& backend) { return engine_of(backend)->transport_description(); });
   m.def("mapped_bytes",
         [](const BackendPtr& backend) { return engine_of(backend)->mapped_bytes(); });
+  m.def("most_ranks_per_core", &host::CoreShare::most_ranks_per_core);
   m.def(
       "device_transports",
       [](const BackendPtr& backend) { return process_group_of(backend).device_transports(); },

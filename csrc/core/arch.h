@@ -11,7 +11,7 @@ namespace ringcomm {
 enum class [[nodiscard]] WaitStatus : std::uint8_t {
   kNone = 0,     ///< the condition holds
   kTimeout,      ///< the deadline of the operation passed
-  kPeerDied,     ///< that of the rank waited for has ended, or of one that it needs
+  kPeerDied,     ///< the process of the rank waited for has ended, or of one it needs
   kPeerLeft,     ///< the rank waited for has destroyed its side of the group
   kAborted,      ///< another rank failed and reported why
   kInterrupted,  ///< this process was asked to stop waiting (a signal, an abort call)
@@ -44,7 +44,8 @@ enum class Yielded : std::uint8_t { kCoreIdle, kShort, kLong };
 /// - load_acquire pairs with store_seq_cst of the same word.
 /// - load_seq_cst, store_seq_cst and add_seq_cst have one total order: a store followed by a load
 ///   of another word (cursor, then sleepers; or sleepers, then cursor) is not reordered.
-/// - copy moves payload and has no order of its own.
+/// - copy moves what goes through a link and has no order of its own. Who fills a region of a board
+///   copies by itself.
 /// - budget is the SpinBudget of the waits, a reference or a new one.
 /// - once runs a function that returns a WaitStatus: if several threads act for one rank (those of
 ///   a GPU block), one of them runs it, and all return its result.

@@ -143,7 +143,7 @@ def _run_rank(team: Team, seconds: float) -> None:
     # All ranks map the group's shared memory: one segment, charged once.
     resident = sum(team.share(machine.mapped_memory()["share_bytes"]))
     memory = {"mapped_bytes": _C.mapped_bytes(backend), "resident_bytes": resident}
-    tell(pairs=pairs, memory=memory)
+    tell(pairs=pairs, memory=memory, ranks_per_core=_C.most_ranks_per_core())
     tell(others_busy_percent=watch.percent())
     team.share(None)  # a rank that has ended would count for the others
     dist.destroy_process_group()
@@ -338,6 +338,18 @@ def _threads_text(report: dict[str, Any]) -> str:
     return f"{text} {num_threads}, and a rank {share}{more}"
 
 
+def _algorithms_text(ranks_per_core: int) -> str:
+    """What decides between the algorithms of all_reduce that sum in rank order."""
+    for name in ("RINGCOMM_ALGORITHM", "RINGCOMM_TUNING"):
+        if os.environ.get(name):
+            return f"{name} says when all_reduce is one_shot or two_shot"
+    text = "all_reduce is one_shot or two_shot by"
+    if ranks_per_core > 1:
+        text = f"{text} a size that is the same on all machines, because up to {ranks_per_core} ranks"
+        return f"{text} share a core"
+    return f"{text} what the group's calls find faster"
+
+
 def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(check, what was measured) of a group, as far as it came."""
     if "init_s" in group:
@@ -350,6 +362,8 @@ def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
     pairs = group.get("pairs", [])
     if pairs:
         yield "transport", f"transport {pairs[0]['transport']}, {pairs[0]['why']}"
+        if pairs[0]["transport"] == "shm":
+            yield "algorithms", _algorithms_text(group["ranks_per_core"])
     for pair in pairs:
         if "latency_us" in pair:
             latency, rate = in_seconds(pair["latency_us"] / 1e6), f"{pair['gb_per_s']:.3g} GB/s"

@@ -115,6 +115,7 @@ class TwoShot {
                                     : staged_for(context_.wait(peer), rank_, piece);
     std::byte* region = context_.open();
     std::byte* output = at(call_.outputs[0], slice.begin_elems, output_bytes_);
+    // Plain stores fill both in one pass; a region that is streamed is copied.
     const bool is_streaming = context_.staging().kind() == cpu::StoreKind::kStreaming;
     std::byte* also_to = is_streaming ? nullptr : region;
     context_.reduce(call_, sources, output, also_to, slice, divisor_of(call_, world_size_),

@@ -119,7 +119,8 @@ Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
   Traffic traffic{.algorithm = call.algorithm};
   try {
     context_.begin(call, mine);
-    // Where no rank has a handle, this is all; else it ends without a result (publish()).
+    // Where no rank has a handle, this is all. Where a peer has one, publish() returns false in the
+    // first phase, and this ends without a result.
     if (!mine.is_given()) traffic.sent_bytes = entry.run(context_, call);
     bool is_staged = !mine.is_given() && !context_.has_handles();
     if (!is_staged && !run_zero_copy(*entry.run_zero_copy, call, mine, traffic)) {

@@ -83,6 +83,17 @@ def test_doctor_reports_machine_group_and_pairs(run_doctor: Doctor, tmp_path: Pa
     assert doctor.examine(1, 0.0)["group"]["pairs"] == []
 
 
+def test_what_decides_between_algorithms(
+    run_doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ranks than cores have a constant limit, and so have ranks whose cores are not known."""
+    asked = ("--world-size", str(1 + len(os.sched_getaffinity(0))), "--seconds", "0")
+    assert "one_shot or two_shot by a size that is the same on all machines" in run_doctor(*asked)[1]
+    assert doctor._algorithms_text(1).endswith("what the group's calls find faster")
+    monkeypatch.setenv("RINGCOMM_TUNING", "tuned.json")
+    assert doctor._algorithms_text(1).startswith("RINGCOMM_TUNING says")
+
+
 def test_doctor_names_messages(run_doctor: Doctor) -> None:
     asked = ("--json", "--world-size", "2", "--seconds", "0")
     status, out, err = run_doctor(*asked, RINGCOMM_TRANSPORT="messages")
