@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringcomm.backward_pass import current_pass
 from ringcomm.optim.slot import Slot
-from ringcomm.parallel.flat_collectives import largest_of, takes_uneven
+from ringcomm.parallel.flat_collectives import fuses_updates, largest_of
 from ringcomm.parallel.gradient_placeholder import check_same_gradients, progress
 from ringcomm.torch_names import devices_of
 
@@ -32,23 +32,22 @@ class Replicas:
 
     The order is that of rank 0's gradients in its last pass; in the first pass, the reverse of the
     order in which rank 0's layers ran. A gradient that arrives before its turn waits. With
-    `overlap` the backward pass continues while one gradient is reduced.
+    `overlap` the backward pass continues while one gradient is reduced; by default on devices, as
+    far as reduction and update are not one operator.
 
     Attributes:
         slots: the weights, with the same indices on all ranks.
-        one_pass_name: the group's name for the operator that reduces, updates and gathers; None if
-            it is not supported.
         is_checked: whether a gradient since agree() was seen to be finite.
         was_told: whether agree() has raised here because of another rank, which then waits no more.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slots: list[Slot], overlap: bool) -> None:
-        self._group, self.slots, self._overlap = group, slots, overlap
+    def __init__(self, group: dist.ProcessGroup, slots: list[Slot], overlap: bool | None) -> None:
+        on_cpu = slots[0].param.device.type == "cpu"  # where no core is free for it
+        self._group, self.slots = group, slots
+        self._overlap = not on_cpu if overlap is None else overlap
+        self._may_fuse = overlap is not True
         for slot in slots:
             slot.replicas = weakref.proxy(self)
-        cpu = torch.device("cpu")
-        is_one_pass = not overlap and cpu in devices_of(group) and takes_uneven(group, cpu)
-        self.one_pass_name = group.group_name if is_one_pass else None
         self.is_checked = self.was_told = False
         self._order: list[int] = []  # indices of slots; rank 0's counts
         self._arrived: list[int] = []
@@ -56,6 +55,12 @@ class Replicas:
         self._awaited: set[Slot] = set()
         # The reduction in progress: the gradient, and the callback for its mean.
         self._pending: tuple[dist.Work, Tensor, Callable[[Tensor], None]] | None = None
+
+    def one_pass_name(self, device: torch.device) -> str:
+        """The group's name for the operator that reduces, updates and gathers; "" for its parts."""
+        kinds = [kind.type for kind in devices_of(self._group)]
+        is_one = device.type in kinds and self._may_fuse
+        return self._group.group_name if is_one and fuses_updates(self._group, device) else ""
 
     # ---- turns
 

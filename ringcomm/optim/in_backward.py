@@ -282,10 +282,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         weights.check_ranks(slots, options.group)
         if isinstance(options.group, dist.ProcessGroup):
             weights.check_replicas(slots, options.group)
-            on_cpu = slots[0].param.device.type == "cpu"  # where no core is free for it
-            is_overlapped = not on_cpu if options.overlap is None else options.overlap
             path.replicas = [
-                Replicas(group, sharing, is_overlapped)
+                Replicas(group, sharing, options.overlap)
                 for group, sharing in weights.share(slots, options.group).items()
             ]
             path.waits_for_step = weights.has_several_stages or weights.has_experts

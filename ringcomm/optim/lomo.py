@@ -65,7 +65,8 @@ class Lomo(InBackwardOptimizer):
                 averaged over the ranks with the same ones; those that all share wait for step().
             mesh (None): a DeviceMesh of one dimension, instead of a group.
             overlap (None): continue the backward pass while a gradient is reduced; two gradients
-                are then in memory. None: enabled unless the ranks are on CPUs.
+                are then in memory. None: enabled unless the ranks are on CPUs, or up to four share a
+                GPU's memory: there one operator reduces, updates and gathers.
             stochastic_rounding (False): round bfloat16 weights up or down at random, without bias,
                 so that small updates are not lost. It needs no memory, but on CUDA a linear layer's
                 gradient of up to 256 MiB is materialized in bfloat16.
@@ -126,11 +127,10 @@ class Lomo(InBackwardOptimizer):
             _ops_for(weight).sgd_update_(weight, gradient.dense(), *scalars, **options)
 
     def update_replicas(self, group_name: str, slot: Slot, grad: Tensor, factor: float) -> bool:
-        """On CPUs, one operator reduces, updates and gathers, with half as many memory passes."""
+        """One operator reduces, updates and gathers, with half as many memory passes."""
         options, weight = self.options, slot.local
         is_rounded = options.stochastic_rounding or options.master is not None
-        is_plain = weight.dtype != torch.float64 and weight.device.type == "cpu"
-        if is_rounded or not is_plain or not weight.is_contiguous():
+        if is_rounded or weight.dtype == torch.float64 or not weight.is_contiguous():
             return False
         step = LomoStep(
             lr=self._lr_of(slot),

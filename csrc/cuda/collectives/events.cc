@@ -11,7 +11,7 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
       free_.pop_back();
     }
   }
-  if (event == nullptr) event = std::make_unique<Event>();
+  if (event == nullptr) event = std::make_unique<Event>(device_);
   event->record(stream);
   return {event.release(), [this](Event* used) {
             const std::lock_guard lock(mutex_);
@@ -44,7 +44,7 @@ void RunningKernels::end(const void* group) {
     for (const auto& [key, order] : orders_)
       if (key.first == group && order.run.end != nullptr) ends.push_back(order.run.end);
   }
-  for (const auto& end : ends) check(driver().event_synchronize(end->get()), "wait for the GPU");
+  for (const auto& end : ends) end->synchronize();
   const std::lock_guard lock(mutex_);
   std::erase_if(orders_, [&](const auto& entry) { return entry.first.first == group; });
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -14,42 +15,69 @@
 
 namespace ringcomm::cuda {
 
-/// A point in a stream. All functions throw Error and need the device's context to be current.
+/// A point in a stream. All functions throw Error, and all but is_over() and synchronize() need the
+/// device's context to be current. Thread-safe once it is recorded.
+///
+/// Of the legacy default stream, which lives as long as the process and is never captured, the
+/// event is recorded by its first use, and is then after later work as well: most calls are on that
+/// stream, and nobody asks when they end.
 class Event {
  public:
-  Event() { check(driver().event_create(&event_, kEventDisableTiming), "make an event"); }
+  explicit Event(DeviceOrdinal device) : device_(device) {
+    check(driver().event_create(&event_, kEventDisableTiming), "make an event");
+  }
   ~Event() { driver().event_destroy(event_); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
-  EventHandle get() const { return event_; }
   void record(StreamHandle stream) {
-    check(driver().event_record(event_, stream), "record an event");
+    is_due_ = stream == nullptr;
+    if (!is_due_) check(driver().event_record(event_, stream), "record an event");
   }
   void block(StreamHandle stream) const {
-    check(driver().stream_wait_event(stream, event_, 0), "make a stream wait for an event");
+    check(driver().stream_wait_event(stream, recorded(), 0), "make a stream wait for an event");
+  }
+  /// The host waits.
+  void synchronize() const {
+    check(driver().event_synchronize(recorded_anywhere()), "wait for the GPU");
   }
   /// Whether the stream has passed it. In a relaxed capture mode, if there may be a capture.
   bool is_over() const {
-    const Result result = driver().event_query(event_);
+    const Result result = driver().event_query(recorded_anywhere());
     if (result != kErrorNotReady) check(result, "ask whether an event is over");
     return result == kSuccess;
   }
 
  private:
+  EventHandle recorded() const {
+    const std::lock_guard lock(mutex_);
+    if (is_due_) check(driver().event_record(event_, nullptr), "record an event");
+    is_due_ = false;
+    return event_;
+  }
+  EventHandle recorded_anywhere() const {
+    if (!is_due_) return event_;
+    const ContextGuard guard(device_);
+    return recorded();
+  }
+
+  DeviceOrdinal device_;
   EventHandle event_ = nullptr;
+  mutable std::mutex mutex_;
+  mutable std::atomic<bool> is_due_ = false;
 };
 
 /// The events of a device that are used again. From any thread; kept as long as the process.
 class EventPool : public PerDevice<EventPool> {
  public:
-  /// Records an event after the work that the stream holds now. It is reused after its last owner
+  /// An event after the work that the stream holds now. It is reused after its last owner
   /// has released it; a stream that waits for it keeps waiting for the earlier recording.
   std::shared_ptr<Event> record(StreamHandle stream);
 
  private:
   friend PerDevice;
-  explicit EventPool(DeviceOrdinal) {}
+  explicit EventPool(DeviceOrdinal device) : device_(device) {}
+  DeviceOrdinal device_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };

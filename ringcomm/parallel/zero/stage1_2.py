@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ringcomm import ops
 from ringcomm.ops.fused_update import Rule, rule_of
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
-from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own_storage
+from ringcomm.parallel.flat_collectives import device_of, fuses_updates, with_own_storage
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe, start_equal_over_data
 from ringcomm.parallel.model.stage_part import StagePart
@@ -201,13 +201,13 @@ class FlatZero(ZeroOptimizer):
     ) -> bool:
         """Updates a bucket by operators if they can; one operator if it is not reduced yet."""
         runs, device = self._runs(bucket, rules), bucket.weights.device
-        if device.type != "cpu" or any(rule is None for rule, *_ in runs):
-            return False
         grads = bucket.shard_grad
+        if any(rule is None for rule, *_ in runs) or (grads is not None and device.type != "cpu"):
+            return False
         if grads is None and (
             self.stage != 1
             or bucket.group is not self.group
-            or not takes_uneven(self.group, device)
+            or not fuses_updates(self.group, device)
             or [params for *_, params in runs] != [bucket.params]
         ):
             return False

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
 import emugpu
@@ -17,12 +18,15 @@ from emulated_gpu import in_emulated_ranks
 from rows import Blocks, sgd
 from torch import Tensor, nn
 
+import ringcomm
 from ringcomm.nn import ColumnParallelLinear
+from ringcomm.optim import Lomo
 from ringcomm.parallel import clip_grad_norm_, offload, zero
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean, side_stream
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
+CPU = torch.device("cpu")
 LATE = {"RINGCOMM_EMULATOR_DELAY_US": "2000", "RINGCOMM_EMULATOR_QUEUES": "0"}
 
 
@@ -163,6 +167,72 @@ def test_a_step_after_a_pass_that_failed_waits_for_its_reductions(rank: int) -> 
         found.append([param.detach().cpu() for param in model.parameters()])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- one operator for reduction, update and gathering
+
+FUSED = "reduce_scatter_update_all_gather"
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+def num_fused() -> int:
+    return sum(entry["num_calls"] for (op, _), entry in ringcomm.stats().items() if op == FUSED)
+
+
+def optimizer_of(kind: str, model: nn.Module) -> Any:
+    if kind == "Lomo":
+        return Lomo(model, lr=0.01, group=dist.group.WORLD)
+    made = {
+        "AdamW": ADAMW,
+        "AdamW, capturable": partial(ADAMW, capturable=True),
+        "SGD": partial(torch.optim.SGD, lr=0.1),
+    }[kind]
+    return zero.shard(model, made(model.parameters()), 1, bucket_bytes=1 << 11)
+
+
+def steps(kind: str, device: torch.device, rank: int, dtype: torch.dtype) -> tuple[Any, int]:
+    """The weights after four steps, and how many calls were fused ones."""
+    torch.manual_seed(0)
+    model = Blocks().to(device, dtype)
+    optimizer, before = optimizer_of(kind, model), num_fused()
+    for _ in range(4):
+        model(batch(rank, device).to(dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().cpu() for param in model.parameters()], num_fused() - before
+
+
+def check_fused(rank: int, kind: str, dtype: torch.dtype, is_fused: bool) -> None:
+    device = torch.device("emugpu", emugpu.current_device())
+    (ours, num), (expected, _) = (steps(kind, at, rank, dtype) for at in (device, CPU))
+    assert (num > 0) == is_fused
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lomo"])
+@in_emulated_ranks(2)
+def test_ranks_that_share_a_gpu_fuse_the_step(rank: int, kind: str, dtype: torch.dtype) -> None:
+    check_fused(rank, kind, dtype, is_fused=True)
+
+
+@pytest.mark.parametrize("kind", ["AdamW, capturable"])
+@in_emulated_ranks(2)
+def test_a_step_number_on_the_device_is_not_read(rank: int, kind: str) -> None:
+    check_fused(rank, kind, torch.float32, is_fused=False)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lomo"])
+@in_emulated_ranks(2, env={"RINGCOMM_TRANSPORT": "messages"})
+def test_over_messages_the_step_has_three_parts(rank: int, kind: str) -> None:
+    check_fused(rank, kind, torch.float32, is_fused=False)
+
+
+@in_emulated_ranks(5)
+def test_with_five_ranks_the_step_has_three_parts(rank: int) -> None:
+    check_fused(rank, "AdamW", torch.float32, is_fused=False)
 
 
 # ---- ZeRO-2 whose optimizer is on the host: gradients go there in the backward pass

@@ -234,20 +234,19 @@ def test_waits_of_a_step(name: str) -> None:
 
 # ---- calls of CUDA's driver
 
-# Of a call on the caller's stream: which context, which capture, the kernel, the event behind it.
-ONE_CALL: tuple[str, ...] = (
-    "cuCtxGetCurrent",
-    "cuStreamGetCaptureInfo_v2",
-    "cuLaunchKernel",
-    "cuEventRecord",
-)
+# Of a call on the caller's stream: which context, which capture, the kernel. The default stream
+# has an event behind it when somebody asks.
+ONE_CALL: tuple[str, ...] = ("cuCtxGetCurrent", "cuStreamGetCaptureInfo_v2", "cuLaunchKernel")
 if TORCH_VERSION >= (2, 15):  # c10d looks at the current stream once more
     ONE_CALL += ONE_CALL[:2]
 # Whose memory a buffer is in, of calls that could use it in place.
 LOOK_AT_BUFFER = ("cuPointerGetAttributes",)
-# Of one on the group's own stream, besides: it waits for the caller's stream. Then of wait(): the
-# caller's stream waits for it.
-OWN_STREAM = ("cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent", "cuStreamWaitEvent")
+# Of one on the group's own stream, besides: it waits for the caller's stream, and has an event
+# behind it. Then of wait(): the caller's stream waits for it.
+OWN_STREAM = (
+    *("cuEventRecord", "cuStreamWaitEvent", "cuEventRecord"),
+    *("cuCtxGetCurrent", "cuStreamWaitEvent"),
+)
 # Whether an earlier call is over, whose tensors this rank still keeps.
 ONE_LOOK = ("cuThreadExchangeStreamCaptureMode", "cuEventQuery")
 
@@ -275,8 +274,9 @@ def calls_of(body: Callable[[], Any], times: int) -> Counter[str]:
 
 @counted(2)
 def test_synchronous_calls(rank: int) -> None:
-    """Four calls of the driver each, and none more as calls add up. Large ones launch three
-    kernels, and look at the allocation of their buffer and at one that is mapped.
+    """Three calls of the driver each, and none more as calls add up. Large ones launch three
+    kernels, and look at the allocation of their buffer and at one that is mapped. On another stream
+    than the default one there is an event behind each.
     """
     world_size = dist.get_world_size()
     small, large = torch.ones(10, device=GPU), torch.ones(100_000, device=GPU)
@@ -295,6 +295,8 @@ def test_synchronous_calls(rank: int) -> None:
         calls = ONE_CALL + ("cuLaunchKernel",) * (num_kernels - 1) + LOOK_AT_BUFFER * num_looks
         assert calls_of(body, 50) == Counter(calls * 50)
         meet()  # what one cannot lend, the others stage as well, also in earlier calls
+    with torch.Stream(GPU):
+        assert calls_of(bodies[0][0], 50) == Counter((*ONE_CALL, "cuEventRecord") * 50)
 
 
 @counted(2)

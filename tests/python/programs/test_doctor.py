@@ -88,7 +88,9 @@ def test_what_decides_between_algorithms(
 ) -> None:
     """More ranks than cores have a constant limit, and so have ranks whose cores are not known."""
     asked = ("--world-size", str(1 + len(os.sched_getaffinity(0))), "--seconds", "0")
-    assert "one_shot or two_shot by a size that is the same on all machines" in run_doctor(*asked)[1]
+    assert (
+        "one_shot or two_shot by a size that is the same on all machines" in run_doctor(*asked)[1]
+    )
     assert doctor._algorithms_text(1).endswith("what the group's calls find faster")
     monkeypatch.setenv("RINGCOMM_TUNING", "tuned.json")
     assert doctor._algorithms_text(1).startswith("RINGCOMM_TUNING says")
