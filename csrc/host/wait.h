@@ -17,8 +17,8 @@ namespace ringcomm {
 inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
 
 /// How late a wait may notice an interruption: a check for signals takes Python's GIL, so it is
-/// rare, and never in waits that end immediately. Other waits than for a cursor, which look each
-/// time that they sleep (host_arch.cc), notice timeouts and deaths as late.
+/// rare, and never in waits that end immediately. Waits for a cursor look at timeouts and deaths
+/// each time that they sleep (host_arch.cc), other waits as rarely.
 inline constexpr std::chrono::milliseconds kCheckInterval{50};
 
 /// How long an operation may wait, and when it is interrupted.
