@@ -345,10 +345,8 @@ def _algorithms_text(ranks_per_core: int) -> str:
             return f"{name} says when all_reduce is one_shot or two_shot"
     text = "all_reduce is one_shot or two_shot by"
     if ranks_per_core > 1:
-        text = (
-            f"{text} a size that is the same on all machines, because up to {ranks_per_core} ranks"
-        )
-        return f"{text} share a core"
+        text = f"{text} a size that is the same on all machines"
+        return f"{text}: up to {ranks_per_core} ranks share a core"
     return f"{text} what the group's calls find faster"
 
 

@@ -65,8 +65,8 @@ class Lomo(InBackwardOptimizer):
                 averaged over the ranks with the same ones; those that all share wait for step().
             mesh (None): a DeviceMesh of one dimension, instead of a group.
             overlap (None): continue the backward pass while a gradient is reduced; two gradients
-                are then in memory. None: enabled unless the ranks are on CPUs, or up to four share a
-                GPU's memory: there one operator reduces, updates and gathers.
+                are then in memory. None: enabled unless the ranks are on CPUs, or up to four share
+                a GPU's memory: there one operator reduces, updates and gathers.
             stochastic_rounding (False): round bfloat16 weights up or down at random, without bias,
                 so that small updates are not lost. It needs no memory, but on CUDA a linear layer's
                 gradient of up to 256 MiB is materialized in bfloat16.

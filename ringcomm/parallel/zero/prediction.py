@@ -135,8 +135,8 @@ def predict_traffic(
             total += 4 * others  # the number of rounds
     if stage < 3:
         buckets = _planned(optimizers, owners, ranks)
-        # Whether a pass begins, whether gradients were dropped or not, which weights have one, and which
-        # buckets are to be reduced.
+        # Whether a pass begins, whether gradients were dropped or not, which weights have one, and
+        # which buckets are to be reduced.
         num_shares = 1 + num_backwards if stage == 2 else 1
         facts = [*params, *(bucket.params[0] for bucket in buckets)]
         total += num_shares * ranks.bytes_of_facts(facts, NUM_FACTS)
