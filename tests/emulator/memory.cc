@@ -530,6 +530,10 @@ Result api::memset_d8_async(DevicePtr address, unsigned char value, std::size_t 
   if (num_bytes == 0) return kSuccess;
   bool is_pageable = false;
   RINGCOMM_TRY(check_operand(address, num_bytes, &is_pageable));
+  Piece target;
+  if (settings().loses_peer_writes && find_piece(address, &target) && target.memory != nullptr &&
+      target.memory->device != stream->context->device)
+    return kSuccess;
   if (is_pageable) return kInvalidValue;
   return submit(*stream, [=] { std::memset(as_pointer(address), value, num_bytes); });
 }

@@ -46,8 +46,10 @@ struct Settings {
   /// Bytes that one process can have on one GPU.
   long long memory_bytes = setting("MEMORY", 8LL << 30, 0, LLONG_MAX);
   bool has_peer_access = flag("PEER_ACCESS", true);  ///< GPUs can map each other's memory
-  bool has_vmm = flag("VMM", true);                  ///< cuMemCreate and what belongs to it
-  bool has_ipc = flag("IPC", true);                  ///< the cuIpc functions
+  /// What a stream of one GPU sets in memory of another does not arrive.
+  bool loses_peer_writes = flag("LOSES_PEER_WRITES", false);
+  bool has_vmm = flag("VMM", true);  ///< cuMemCreate and what belongs to it
+  bool has_ipc = flag("IPC", true);  ///< the cuIpc functions
   /// Memory of an owner is not opened while what the owner had at its address before is still open,
   /// as by older drivers.
   bool refuses_reused = flag("REFUSES_REUSED", false);

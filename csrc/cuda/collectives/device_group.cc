@@ -71,16 +71,25 @@ struct Offered {
   RecordText<256> problem;
 };
 
+// In front of a part's scratch memory, until that is cleared: its owner's signature for a rank,
+// which the rank clears when it has read it.
+std::byte* word_for(int rank, const DeviceMemory& part) {
+  return part.data() + static_cast<std::size_t>(rank) * sizeof(std::uint64_t);
+}
+
 // Maps a peer's part, and throws where it has not the peer's signature.
-std::unique_ptr<DeviceMemory> map_part(const DeviceGroup& group, int peer, const Offered& part) {
+std::unique_ptr<DeviceMemory> map_part(const DeviceGroup& group, int rank, int peer,
+                                       const Offered& part) {
   auto memory = std::make_unique<DeviceMemory>(
       group.device(), part.num_bytes, Offer::fetch(group.place(peer), peer, part.key.str()));
-  copy_and_wait(&group.control_on_device()->copied, memory->data(), sizeof(std::uint64_t),
+  copy_and_wait(&group.control_on_device()->copied, word_for(rank, *memory), sizeof(std::uint64_t),
                 "read another rank's memory");
   if (group.control().copied != signature(peer))
     throw Error({.kind = ErrorKind::kSystem, .rank = peer},
                 "ringcomm: the memory that rank " + std::to_string(peer) +
                     " handed over is not the memory that it has written to");
+  copy_and_wait(word_for(rank, *memory), nullptr, sizeof(std::uint64_t),
+                "write to another rank's memory");
   return memory;
 }
 
@@ -200,8 +209,9 @@ void DeviceGroup::share_staging() {
     own = std::make_unique<DeviceMemory>(device_, staging_.layout.num_bytes());
     mine.num_bytes = own->num_bytes();
     control().copied = signature(exchange_.rank());
-    copy_and_wait(own->data(), &control_on_device()->copied, sizeof control().copied,
-                  "write to memory of the GPU");
+    for (int rank = 0; rank < exchange_.world_size(); ++rank)
+      copy_and_wait(word_for(rank, *own), &control_on_device()->copied, sizeof control().copied,
+                    "write to memory of the GPU");
     mine.key = RecordText<160>(offer.emplace(own->export_fd()).key());
   });
   const std::vector<Offered> all = exchange_.all_gather(mine);
@@ -209,12 +219,21 @@ void DeviceGroup::share_staging() {
   agree(exchange_, attempt([&] {
           for (std::size_t idx = 0; idx < parts_.size(); ++idx) {
             const int rank = static_cast<int>(idx);
-            if (rank != exchange_.rank()) parts_[idx] = map_part(*this, rank, all[idx]);
+            if (rank != exchange_.rank())
+              parts_[idx] = map_part(*this, exchange_.rank(), rank, all[idx]);
             staging_.of[rank] = parts_[idx]->data();
           }
         }));
-  // Before any rank uses it. The signature is in what is zeroed.
+  // Before any rank uses it. Some machines lose what one GPU writes to the memory of another.
   agree(exchange_, attempt([&] {
+          for (int rank = 0; rank < exchange_.world_size(); ++rank) {
+            if (rank == exchange_.rank()) continue;
+            copy_and_wait(&control_on_device()->copied, word_for(rank, *own),
+                          sizeof control().copied, "read memory of the GPU");
+            if (control().copied != 0)
+              throw Unavailable("what rank " + std::to_string(rank) +
+                                " writes to this rank's GPU does not arrive");
+          }
           copy_and_wait(own->data(), nullptr, staging_.layout.scratch_offset(),
                         "clear memory of the GPU");
         }));

@@ -58,6 +58,12 @@ BOXES = [
         num_devices=3,
         env={"RINGCOMM_EMULATOR_PEER_ACCESS": "0"},
     ),
+    Box(
+        "writes to other GPUs are lost",
+        ("messages over emup2p",),
+        num_devices=3,
+        env={"RINGCOMM_EMULATOR_LOSES_PEER_WRITES": "1"},
+    ),
     Box("threads of blocks", ("cuda_ipc",), env={"RINGCOMM_EMULATOR_THREADS": "3"}),
     Box(
         "lazy loading, eight queues",
