@@ -17,6 +17,7 @@ import itertools
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -98,14 +99,8 @@ def run_rank(bench: Bench, options: Options) -> None:
 
 def _run_under(python: str, world_size: int, options: Options) -> None:
     """A run of this script under the mpiexec beside ``python``, which adds records to the file."""
-    command = [str(Path(python).parent / "mpiexec"), "-n", str(world_size), python, __file__]
-    command += ["--worlds", str(world_size), "--ops", ",".join(options.ops)]
-    command += ["--json", str(options.json)]
-    command += ["--sizes", ",".join(map(str, options.sizes)), "--seconds", str(options.seconds)]
-    command += ["--repeats", str(options.repeats)]
-    for name in ("deepspeed", "vllm"):
-        if file := vars(options)[name]:
-            command += [f"--{name}", str(file)]
+    command = [str(Path(python).parent / "mpiexec"), "-n", str(world_size), python, *sys.argv]
+    command += ["--worlds", str(world_size), "--runs", "1", "--json", str(options.json)]
     subprocess.run(command, env={**os.environ, **MPI_ENVIRONMENT}, check=True, timeout=LIMIT_S)
 
 
