@@ -13,6 +13,7 @@ SVGs are drawn on white paper, and a rule in them makes it dark where the page i
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -37,7 +38,6 @@ from ringcomm.screen import COLORS, byte_count, counted, factor, in_seconds
 DESIGN = harness.ROOT / "docs" / "design"
 README = harness.ROOT / "README.md"
 Draw = Callable[[list[Run], Path], None]
-ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), "", lambda runs: [])
 LINES = {"eager": ":", "graph": "-"}
 # Text stays text, and the output is deterministic.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
@@ -122,15 +122,8 @@ def _plot_world(axes: Any, runs: list[Run], field: str, colors: dict[str, str]) 
         axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
         label = title_of(name)
         axes.plot(sizes, middle, color=color, marker=".", linewidth=1.4, label=label)
-    for change in runs[-1][0].get("changes", []):
-        axes.axvline(change["bytes"], color="grey", linewidth=0.8, linestyle=":")
-        is_shared = change["op"] != "all_reduce"
-        text = f"{change['algorithm']} from {byte_count(change['bytes'] // 1024 * 1024)}"
-        place = {"rotation": 90, "va": "top", "ha": "left" if is_shared else "right"}
-        # Beside the line, because two of them may be at the same size.
-        place |= {"xytext": (3 if is_shared else -3, -2), "textcoords": "offset points"}
-        point = {"xy": (change["bytes"], 1), "xycoords": axes.get_xaxis_transform()}
-        axes.annotate(text, **point, **place, fontsize=7, color="grey")
+    if (limit := runs[0][0].get("one_shot_max_bytes", 1)) > 1:
+        axes.axvline(limit, color="grey", linewidth=0.8, linestyle=":")
     corner = "lower right" if field == "backend" else "center left"
     axes.legend(framealpha=1, edgecolor="none", loc=corner)  # over dotted lines
     _over_bytes(axes, byte_counts(DEFAULT_SIZES), f"{runs[0][0]['world_size']} ranks")
@@ -361,12 +354,23 @@ def draw_points(
 ) -> bool:
     """A plot of the newest points of the records with these fields."""
     usual = [r for r in records if fields.items() <= r.items()]
-    # Gone since these records.
-    usual = [r for r in usual if r.get("algorithm") != "ring, rank_order"]
     runs = of_last_machine([r for r in usual if r["world_size"] in (1, *SHOWN_WORLDS)], layout)
     if runs:
         draw(runs, path)
     return bool(runs)
+
+
+def draw_algorithms(_: list[Record], path: Path) -> bool:
+    """A plot of the newest file of `ringcomm tune`."""
+    tuning = json.loads(sorted(harness.RESULTS.glob("*-tuning.json"))[-1].read_text("utf-8"))
+    runs = [
+        [{**tuning, **world, **point, "dtype": "float32"} for point in points]
+        for world in tuning["worlds"]
+        if world["world_size"] in SHOWN_WORLDS
+        for _, points in groupby(world["points"], key=lambda point: point["bytes"])
+    ]
+    draw_worlds(runs, path, "algorithm")
+    return True
 
 
 LOSSES = {"kind": "cross_entropy", "world_size": 1, "device": "cpu"}
@@ -375,9 +379,7 @@ PLOTS: dict[str, Callable[[list[Record], Path], bool]] = {
     "all_reduce": partial(
         draw_points, partial(draw_worlds, field="backend"), CALL, LAYOUTS["collective"]
     ),
-    "algorithms": partial(
-        draw_points, partial(draw_worlds, field="algorithm"), {"kind": "algorithm"}, ALGORITHMS
-    ),
+    "algorithms": draw_algorithms,
     "cross_entropy": partial(draw_points, draw_losses, LOSSES, LAYOUTS["cross_entropy"]),
     "speed": draw_bars,
 }
