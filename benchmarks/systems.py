@@ -17,8 +17,10 @@ from cells import BUSY, Record, inverse
 from gradient_watch import GradientWatch
 from harness import Bench, Options, Program
 from layouts import system_columns
+from operations import RINGCOMM
 from report import Report, records_of, table_of
-from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name
+from trainees import FAKE, Trainee
+from workload import DEFAULT, SYSTEMS, System, Workload, parse_name
 
 from ringcomm.backend import stats
 from ringcomm.measure.ranks import Team
@@ -32,8 +34,6 @@ from ringcomm.measure.timing import (
 )
 
 BACKWARD = "backward alone"
-# Characters of the table with --all, if it is not written to a terminal.
-ALL_COLUMNS = 200
 # Steps whose losses are compared with one process's, which sees all rows.
 CHECKED_STEPS = 4
 TOLERANCE = 1e-4
@@ -57,7 +57,7 @@ def _train_checked(
     kind, backend = parse_name(name)
     system = SYSTEMS[kind]
     model = systems.model()
-    num_params = sum(param.numel() for param in model.parameters())
+    plan = systems.plan(kind)
     watch = GradientWatch(model)
     trainee = system.make(model, groups[backend])
     watch.optimizer = getattr(trainee, "optimizer", None)
@@ -65,6 +65,7 @@ def _train_checked(
     for step in range(CHECKED_STEPS):
         before = _sent_bytes()
         mine = trainee.backward(systems.ids_for(system, step, team.rank))
+        watch.look()
         held = max(held, trainee.grad_bytes())
         trainee.update()
         sent = _sent_bytes() - before
@@ -84,7 +85,7 @@ def _train_checked(
         "state_bytes": states,
         # The ranks' mean: shards differ by an element.
         "sent_bytes": sum(rank[3] for rank in by_rank) / team.world_size if is_counted else None,
-        "formula_bytes": system.formula_bytes(systems, num_params),
+        "formula_bytes": plan and plan.traffic.sent,
         "wrong_elems": 0 if backend == FAKE else wrong,
     }
 
@@ -102,12 +103,12 @@ def run_rank(bench: Bench, options: Options) -> None:
         ids = systems.ids_for(SYSTEMS[parse_name(name)[0]], 0, team.rank)
         contenders[name] = Contender(partial(trainee.step, ids), dist.barrier)
     contenders[BACKWARD] = Contender(systems.backward_alone(), dist.barrier)
-    timings, weather = bench.watch.calmest(
+    timings, conditions = bench.watch.calmest(
         partial(measure, team, contenders, options.seconds), options.repeats
     )
     if timings is not None:
         records = _records(systems.names[0], timings, found)
-        team.report([record | weather.record() for record in records])
+        team.report([record | conditions for record in records])
 
 
 def _records(
@@ -171,8 +172,6 @@ def check(options: Options) -> None:
 
 def measure_all(options: Options, report: Report) -> None:
     """All systems in one set of ranks; draws them."""
-    if options.all and not report.console.is_terminal:
-        report.console.width = ALL_COLUMNS
     PROGRAM.run_worlds(options, report)
     if options.plot and report.records:
         from plot import draw_systems
