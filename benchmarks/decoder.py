@@ -1,4 +1,4 @@
-"""The examples' Llama on several ranks: tensor-parallel, or in pipeline stages."""
+"""The examples' Llama split over several ranks, by ringcomm's layers or torch's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from model import Llama, ModelConfig
+from model import ModelConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -16,14 +16,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ringcomm import ops
 from ringcomm.nn import (
     ColumnParallelLinear,
     CrossEntropyLoss,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from ringcomm.parallel import pipeline, tensor
+from ringcomm.parallel import tensor
 from ringcomm.parallel.tensor.splits import SplitModule
 
 HEAD_WIDTH = 32
@@ -112,8 +111,3 @@ def by_dtensor(model: Any, group: dist.ProcessGroup, *, joins_inputs: bool = Fal
 
 def _as_dtensor(mesh: DeviceMesh, _: nn.Module, __: Any, output: Tensor) -> DTensor:
     return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
-
-
-def make_pipeline(model: Llama, group: dist.ProcessGroup, num: int) -> pipeline.Pipeline:
-    """A stage for each rank, and so many micro-batches."""
-    return pipeline.Pipeline(model.blocks(), ops.cross_entropy, "1f1b", num, group=group)

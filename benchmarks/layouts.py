@@ -280,6 +280,13 @@ def system_columns(run: Run) -> list[SystemColumn]:
             needs="communication_share",
         ),
         SystemColumn(
+            "predicted, ms",
+            lambda r: milliseconds(r["predicted_us"]) if "predicted_us" in r else "",
+            "time of a step that the planner predicts",
+            where="always",
+            needs="predicted_us",
+        ),
+        SystemColumn(
             "update, ms",
             lambda r: milliseconds(r["update_p50_us"]),
             "time of a step minus that of the forward and backward passes",
@@ -416,10 +423,8 @@ class Layout:
 
 
 _SWEEP = ("world_size", "device", "dtype")
-_STEPS = ("world_size", "num_params", "rows_per_rank", "tokens_per_row")
 # Only the newest model of a shape.
 _SYSTEMS = ("world_size", "rows_per_rank", "tokens_per_row")
-_ROWS_TOKENS = ("rows", "tokens")
 
 
 _CALL = "{world_size} ranks, {dtype}, {device}. Median time of a call"
@@ -532,34 +537,7 @@ _LAYOUTS = (
             ),
         ),
     ),
-    Layout(
-        "LOMO",
-        "lomo",
-        _STEPS,
-        (),
-        "Training steps of {world_size} ranks, torch's with DDP where there are several,"
-        " {num_params:,} parameters, {rows_per_rank} × {tokens_per_row} tokens per rank:",
-        by_record(
-            1,
-            *("optimizer", "p50, ms", "p99, ms"),
-            ("gradients, MiB", lambda r: f"{r['grad_bytes'] / 2**20:.2f}"),
-            ("time / Lomo's (10–90 %)", or_first),
-        ),
-        lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
-    ),
     Layout("Training systems", "systems", _SYSTEMS, (), SYSTEMS_HEADING, _system_grid),
-    Layout(
-        "Tensor parallelism",
-        "tensor_parallel",
-        ("world_size", "size"),
-        _ROWS_TOKENS,
-        "Forward and backward: {world_size} ranks, a Llama of {size} parameters:",
-        by_record(
-            2,
-            *("rows × tokens", "way", "p50, ms", "p99, ms"),
-            ("time / ringcomm's (10–90 %)", or_first),
-        ),
-    ),
     Layout(
         "Tensor-parallel inference",
         "inference",
@@ -571,21 +549,6 @@ _LAYOUTS = (
         " first row. `nothing sent` adds and normalizes with torch, which takes longer than the"
         " fused operator, so it is no lower bound:",
         crossed("way", lambda r: str(r["way"]), "size_bytes", _inference_cell),
-    ),
-    Layout(
-        "Planner",
-        "planner",
-        ("world_size", "width", "layers"),
-        ("rows",),
-        "Predicted from this machine's measured speed: {world_size} ranks, a decoder of {layers}"
-        " layers, width {width}:",
-        by_record(
-            2,
-            *("rows × tokens", "system"),
-            ("measured, ms", CELLS["p50, ms"]),
-            ("predicted, ms", lambda r: milliseconds(r["predicted_us"])),
-            ("measured / predicted", lambda r: f"{r['measured_over_predicted']:.2f}"),
-        ),
     ),
     Layout(
         "Offload",

@@ -58,9 +58,6 @@ SIZES = "1k,8k,64k,256k,1m,16m"
 LIMIT_S = 600.0
 
 
-# ---- operators of other projects, from libraries that were compiled alone
-
-
 def open_operators(team: Team, options: Options) -> dict[str, Reduce]:
     """The all_reduces of the files that the options name. Collective; needs the default group."""
     operators = {}
@@ -95,9 +92,6 @@ def _vllm(team: Team, file: Path) -> Reduce:
     library.join_shm_manager(handle, name)
     dist.barrier()
     return partial(library.shm_allreduce, handle)
-
-
-# ---- all libraries
 
 
 def mpi_name(version: str) -> str:

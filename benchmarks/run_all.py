@@ -69,7 +69,10 @@ JOBS: dict[str, list[str]] = {
         " --seconds 60",
     ],
     "inference": ["inference.py", "inference.py --dtype float32"],
-    "planner": ["planner.py"],
+    "planner": [
+        "ringcomm bench systems --tuning NEWEST --over fake --width 256 --layers 6"
+        " --tokens 128 --seconds 60",
+    ],
     "offload": ["offload.py"],
 }
 ALONE = ("cross_entropy", "systems")
@@ -84,7 +87,8 @@ def find_mpiexec() -> str | None:
 
 def command_of(job: str, mpiexec: str | None) -> list[str]:
     """The command of one line of ``JOBS``; under ``mpiexec`` with MPI as a peer."""
-    script, *arguments = shlex.split(job)
+    tuned = str(max(harness.RESULTS.glob("*-tuning.json")))
+    script, *arguments = shlex.split(job.replace("NEWEST", tuned))
     if script != "ringcomm":
         peers = ["--mpi", sys.executable] if mpiexec else []
         return [sys.executable, str(harness.ROOT / "benchmarks" / script), *arguments, *peers]

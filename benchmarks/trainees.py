@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from decoder import by_dtensor, make_pipeline, send_nothing, split_layers
+from decoder import by_dtensor, send_nothing, split_layers
 from gradient_watch import gradients_of, live_bytes, states_of
 from model import Llama
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm import ops
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
-from ringcomm.parallel import ParameterServer, offload, zero
+from ringcomm.parallel import ParameterServer, offload, pipeline, zero
 from ringcomm.parallel.model.cut import find_shards
 from ringcomm.parallel.model.units import default_units
 
@@ -275,11 +276,6 @@ class Served:
         }
 
 
-def served(model: Llama, group: dist.ProcessGroup) -> Trainee:
-    """By a parameter server."""
-    return Trainee(model, model, Served(model, group))
-
-
 def lomo(model: Llama, group: dist.ProcessGroup, **options: Any) -> Trainee:
     """Updates in the backward pass, with the options of Lomo."""
     return Trainee(model, model, Lomo(model, LOMO, group=group, **options))
@@ -321,7 +317,9 @@ class Piped(Trainee):
             most = 2 * self.group.size()
             num = max(n for n in range(1, most + 1) if ids.shape[0] % n == 0)
             model: Any = self.model
-            self.pipe = make_pipeline(model, self.group, num)
+            self.pipe = pipeline.Pipeline(
+                model.blocks(), ops.cross_entropy, "1f1b", num, group=self.group
+            )
             self.model = self.pipe.module
             self.optimizer = adamw(self.pipe.parameters())
         return float(self.pipe.step(ids[:, :-1], ids[:, 1:]))

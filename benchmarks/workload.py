@@ -69,7 +69,11 @@ SYSTEMS: dict[str, System] = {
     "zero-2": _by("zero2", partial(trainees.sharded, stage=2)),
     "zero-3": _by("zero3", partial(trainees.sharded, stage=3)),
     "zero-3 in files": System(trainees.offloaded, Planned("infinity-nvme")),
-    "parameter server": System(trainees.served, Planned(), is_counted=False),
+    "parameter server": System(
+        lambda model, group: Trainee(model, model, trainees.Served(model, group)),
+        Planned(),
+        is_counted=False,
+    ),
     "lomo": _by("lomo", trainees.lomo, like=trainees.sgd_of),
     "lomo on shards": _by("lomo-shards", trainees.lomo_on_shards, like=trainees.sgd_of),
     "tensor": System(trainees.in_parts, Planned(axis="tp"), others=_PORTABLE, sees_all=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,11 +11,9 @@ from typing import Any
 
 import cross_entropy
 import deaths
-import front_door
 import hosts
 import libraries
 import llama_memory
-import planner
 import plot
 import programs
 import pytest
@@ -49,7 +46,6 @@ SCRIPTS = {
     "hosts": "--seconds 0 --repeats 0 --ranks-per-host 1 --cable none --ops all_reduce --sizes 1k",
     "cores": "--seconds 0.02 --repeats 0 --threads 1,2 --ops all_gather --sizes 64k",
     "offload": "--seconds 0.01 --repeats 0 --path FOLDER",
-    "planner": "--seconds 0.1 --repeats 0 --width 64 --layers 2",
 }
 # The field that tells its records apart, and what there is a record of.
 WAYS: dict[str, tuple[str, set[Any]]] = {
@@ -60,7 +56,6 @@ WAYS: dict[str, tuple[str, set[Any]]] = {
     "hosts": ("backend", {"ringcomm", "gloo"}),
     "cores": ("threads", {"memory", "1 thread", "2 threads", "auto"}),
     "offload": ("part", {"files", "adam"}),
-    "planner": ("system", {*planner.CASES}),
 }
 
 
@@ -70,7 +65,6 @@ LESS: dict[str, dict[str, Any]] = {
         "FILE_BYTES": 1 << 22,
         "ADAM_SIZES": (1 << 20,),
     },
-    "planner": {"BATCHES": ((1, 8),), "TUNED_SIZES": [1024, 4096], "TUNE_SECONDS": 0.01},
 }
 
 
@@ -143,13 +137,11 @@ def test_a_way_that_is_refused_fails_with_the_reason(
 
 def test_the_list_of_all_calls_scripts_as_they_are() -> None:
     for job in (job for jobs in run_all.JOBS.values() for job in jobs):
-        script, *arguments = shlex.split(job)
-        if script == "ringcomm" and arguments[0] == "tune":
-            parse = command.read
-        elif script == "ringcomm":
-            parse, arguments = front_door.make_parser(arguments[1]).parse_args, arguments[2:]
+        _, *words = run_all.command_of(job, None)
+        if words[0] == "-m":
+            parse, arguments = command.read, words[2:]
         else:
-            parse = import_module(Path(script).stem).PROGRAM.parse
+            parse, arguments = import_module(Path(words[0]).stem).PROGRAM.parse, words[1:]
         assert parse([*arguments, "--seconds", "1"]).seconds == 1
 
 
@@ -217,13 +209,17 @@ def test_losses_bytes_and_memory_of_systems(tmp_path: Path) -> None:
     assert "ddp" in picture.read_text(encoding="utf-8")
     # Over other backends, also where a name has a comma; steps that move nothing are no records.
     names = "ddp;zero-3;tensor, tokens shared"
-    records = records_of(path, f"{SYSTEMS} --over gloo,fake", "--systems", names)
+    tuning = str(RESULTS / "2026-11-28-tuning.json")
+    words = f"{SYSTEMS} --over gloo,fake --tuning {tuning}"
+    records = records_of(path, words, "--systems", names)
     found = {record["system"]: record for record in records}
     assert list(found) == [f"{n}{on}" for n in names.split(";") for on in ("", " on gloo")]
     for name, record in found.items():
         assert record["backend"] == ("gloo" if "gloo" in name else "ringcomm")
         assert ("over_ringcomm" in record) == ("gloo" in name)
         assert ("communication_share" in record) == ("tokens shared" not in name)
+        assert record.get("predicted_us", 1) > 0
+        assert ("predicted_us" in record) == (name in ("ddp", "zero-3"))  # and not of three heads
 
 
 @pytest.mark.slow
