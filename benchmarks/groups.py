@@ -70,9 +70,9 @@ def _connections(store: dist.Store, rank: int, world_size: int, host: str) -> li
         peer = Client((host, int(port)), "AF_INET", authkey=key)
         peer.send(rank)
         return [peer]
-    key = secrets.token_hex(16)
-    with Listener(("", 0), "AF_INET", backlog=world_size, authkey=key.encode()) as listener:
-        store.set("key", key)
+    secret = secrets.token_hex(16)
+    with Listener(("", 0), "AF_INET", backlog=world_size, authkey=secret.encode()) as listener:
+        store.set("key", secret)
         store.set("port", str(listener.address[1]))
         peers = [listener.accept() for _ in range(1, world_size)]
     by_rank = {peer.recv(): peer for peer in peers}

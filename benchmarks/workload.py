@@ -91,7 +91,7 @@ DEFAULT.insert(2, f"torch's zero-1 on {GLOO}")
 # Not Muon: without AVX-512 a product of bfloat16 matrices takes 30 to 70 times as long as one of
 # float32, and a step takes seconds.
 _MUON: Any = {"like": trainees.both_of}
-_CLIPPED = {"clip_grad_norm": trainees.CLIP_NORM}
+_CLIPPED: Any = {"clip_grad_norm": trainees.CLIP_NORM}
 SYSTEMS |= {
     "muon ddp": _by("ddp", partial(trainees.ddp, optimizer_of=trainees.both_of), **_MUON),
     **{
@@ -212,7 +212,7 @@ class Workload:
         planned = SYSTEMS[name].planned
         if planned is None or self.world_size == 1:
             return None
-        axes = {"dp": 1, "pp": 1, "tp": 1} | {planned.axis: self.world_size}
+        axes: Any = {"dp": 1, "pp": 1, "tp": 1} | {planned.axis: self.world_size}
         job = planner.Job(
             self.num_tokens,
             self.tokens,

@@ -72,7 +72,8 @@ def test_bytes_of_a_step(rank: int, tmp_path: Path) -> None:
     place: dict[str, Any] = {"to": "nvme", "path": tmp_path, "chunk_elems": 1 << 20}
     optimizer = infinity(model, make_optimizer(model, "adamw", **place))
     train(model, optimizer, rank, world_size, range(2))
-    store, units = optimizer._tier.store, optimizer._weights.units
+    tier: Any = optimizer._tier
+    store, units = tier.store, optimizer._weights.units
     read, written = -store.read_bytes, -store.written_bytes
     train(model, optimizer, rank, world_size, range(2, 3))
     read, written = read + store.read_bytes, written + store.written_bytes
