@@ -32,8 +32,6 @@ AVAILABLE: dict[str, Callable[[], bool]] = {
     "nccl": dist.is_nccl_available,
     "ucc": dist.is_ucc_available,
 }
-# Columns of the table of a sweep on devices that is not written to a terminal.
-DEVICE_FILE_COLUMNS = 190
 
 
 def check(options: Options) -> None:
@@ -187,8 +185,6 @@ def _prepare_devices(options: Options, report: Report) -> None:
     where, world_size = options.placement, options.world_size
     used = f"{where.num_used(world_size)} {report.facts.get('gpu') or where.kind}"
     options.title = f"{world_size} ranks on {used}{', MPS' if where.mps else ''}"
-    if not report.console.is_terminal:
-        report.console.width = DEVICE_FILE_COLUMNS
     for name in list(options.backends):
         if reason := _why_not(name, options):
             report.console.print(f"not available: {name}: {reason}")

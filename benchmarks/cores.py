@@ -59,7 +59,7 @@ def run_rank(bench: Bench, options: Options) -> None:
     """Every operation and size in turn; rank 0 reports each one's records."""
     team = bench.team
     counts = options.threads or default_threads(team.world_size)
-    machine = machine_of(options)
+    machine = options.machine
     is_pinned = pin(team.rank, team.world_size, max(counts))  # before torch's threads begin
     torch.set_num_threads(max(counts))
     limited = {counted(num, "thread"): ringcomm.Options(max_threads=num) for num in counts}
@@ -97,19 +97,22 @@ def run_rank(bench: Bench, options: Options) -> None:
 
 
 def machine_of(options: Options) -> Machine:
-    """The cores of this machine, before ranks are pinned, with the costs of --tuning."""
+    """The cores of this machine, before ranks are pinned, with the costs of --tuning.
+
+    Raises ValueError where it cannot be read.
+    """
     cores = len(os.sched_getaffinity(0))
     if options.tuning is None:
         return Machine(cores, num_nodes())
-    return replace(tuning.load(options.tuning).host, cores=cores, nodes=num_nodes())
+    try:
+        return replace(tuning.load(options.tuning).host, cores=cores, nodes=num_nodes())
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
 
 
 def check(options: Options) -> None:
-    """Raises ValueError where --tuning cannot be read, before ranks start."""
-    try:
-        machine_of(options)
-    except FileNotFoundError as error:
-        raise ValueError(str(error)) from None
+    """Reads the machine before ranks start."""
+    options.machine = machine_of(options)
 
 
 def threads_of(label: str) -> int:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from deaths_mpi import CALL, PID, RAISED
 from harness import Options, Report, flag
 from layouts import AFTER_DEATH, DEATH_COLUMNS, HOSTS, SHRINK, STAY
-from race import Weather
+from race import weather
 from run_all import find_mpiexec
 
 import ringcomm
@@ -285,7 +285,7 @@ def measure_point(backend: str, world_size: int, moment: str, options: Options) 
         "after_call": summary([death.call_s for death in deaths]),
         "new_group": summary(groups_s) if groups_s else None,
         "raised_share": sum(d.num_raised for d in deaths) / (num_deaths * (world_size - 1)),
-        **Weather(watch.percent()).record(),
+        **weather(watch.percent()),
         "verified": all(death.is_right for death in deaths),
     }
 

@@ -1,25 +1,31 @@
-"""The examples' Llama on several ranks: tensor-parallel, or in pipeline stages; bytes of a step."""
+"""The examples' Llama split over several ranks, by ringcomm's layers or torch's."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from model import Llama, ModelConfig
+from model import ModelConfig
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from ringcomm import ops
 from ringcomm.nn import (
     ColumnParallelLinear,
     CrossEntropyLoss,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from ringcomm.parallel import pipeline, tensor
+from ringcomm.parallel import tensor
+from ringcomm.parallel.tensor.splits import SplitModule
 
 HEAD_WIDTH = 32
-# Bytes per token that the vocabulary-parallel loss sends.
-LOSS_BYTES = 24
 
 
 def config_of(width: int, num_layers: int) -> ModelConfig:
@@ -69,19 +75,39 @@ def split_layers(model: Any, group: dist.ProcessGroup, *, shares_tokens: bool = 
                 tensor.all_reduce_grad_(module.weight, group)
 
 
-def split_bytes(width: int, num_layers: int, num_tokens: int, *, shares_tokens: bool) -> int:
-    """Bytes reduced over the ranks in a step: a rank sends 2(N-1)/N of them."""
-    activations = 4 * width * num_tokens * (4 * num_layers + 2)
-    norms = 4 * width * (2 * num_layers + 1) if shares_tokens else 0
-    return activations + LOSS_BYTES * (num_tokens + 1) + norms
+def send_nothing(model: Any) -> int:
+    """The layers of `split_layers` without their messages; the number of this rank's classes."""
+    whole = dist.group.WORLD
+    assert whole is not None
+    split_layers(model, whole)
+    alone, _ = dist.new_subgroups(1)
+    for module in model.modules():
+        if isinstance(module, SplitModule):
+            module.group = alone
+        elif isinstance(module, nn.RMSNorm):
+            module._forward_hooks.clear()  # which enter
+    model.loss = CrossEntropyLoss()
+    begin, end = model.head.features
+    return int(end - begin)
 
 
-def make_pipeline(model: Llama, group: dist.ProcessGroup, num: int) -> pipeline.Pipeline:
-    """A stage for each rank, and so many micro-batches."""
-    return pipeline.Pipeline(model.blocks(), ops.cross_entropy, "1f1b", num, group=group)
+def by_dtensor(model: Any, group: dist.ProcessGroup, *, joins_inputs: bool = False) -> None:
+    """As torch's tutorial has it: five backward all_reduces a layer; two with inputs joined."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    columns, rows = ("wq", "wk", "wv", "ffn.w1", "ffn.w3"), ("wo", "ffn.w2")
+    plan: Any = {name: ColwiseParallel() for name in columns}
+    plan.update({name: RowwiseParallel() for name in rows})
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+        norms = (layer.attn_norm, layer.ffn_norm) if joins_inputs else ()
+        for norm in norms:  # what PrepareModuleInput does where a module is around such layers
+            norm.register_forward_hook(partial(_as_dtensor, mesh))
+    ends = {
+        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, ends)
 
 
-def pipeline_bytes(width: int, num_tokens: int, world_size: int) -> float:
-    """Mean bytes that a rank sends in a step: activations, their gradients, the loss, a digest."""
-    activations = (2 * 4 * width * num_tokens + 4) * (world_size - 1) / world_size
-    return activations + 8 * (world_size - 1)
+def _as_dtensor(mesh: DeviceMesh, _: nn.Module, __: Any, output: Tensor) -> DTensor:
+    return DTensor.from_local(output, mesh, [Replicate()], run_check=False)

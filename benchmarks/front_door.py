@@ -124,6 +124,7 @@ RANKS = "number of ranks, 1 to 64 (default: the launcher's, or 2)"
 THREADS = "of each rank (default: the cores, or 1 with several ranks)"
 CORE_COUNTS = "of each rank (default: 1, 2, 4, ... up to its share of the cores)"
 PEERS = "of triton (on a GPU), torch, compile, liger, quack; with one rank (default: torch)"
+PREDICTED = "a file of `ringcomm tune`, with costs for the times that the planner predicts"
 DETAILS = "show losses, percentiles and memory by part too"
 CHARTS = flag(
     "--html", output_file, None, "write a page of charts (HTML, one file)", metavar="FILE"
@@ -181,6 +182,7 @@ SYSTEMS = CommandLine(
         flag("--layers", whole(1), 4, "layers of the model"),
         flag("--rows", whole(1), 1, "sequences per rank in a step"),
         flag("--tokens", whole(1), 64, "tokens per sequence"),
+        flag("--tuning", input_file, None, PREDICTED),
         ("--all", {"action": "store_true", "help": DETAILS}),
         flag("--plot", output_file, None, "draw time and memory (SVG, PNG, PDF)", metavar="FILE"),
         CHARTS,

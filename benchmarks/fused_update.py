@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from front_door import NCCL_FLAG
 from groups import labelled, open_groups
-from harness import Bench, Options, Report, flag
+from harness import Bench, Options, flag
 from placement import Placement
 from torch import Tensor
 
@@ -217,18 +217,13 @@ def check(options: Options) -> None:
     """Chooses the ways that are supported, and prints why NCCL is not. Raises ValueError."""
     if min(options.sizes) < 4 * options.world:
         raise ValueError("each size must be at least one parameter per rank")
+    torch_optimizer(options.optimizer, torch.zeros(1))  # so that ranks need not import for seconds
     options.names = WAYS
     if not options.placement.is_cpu:
         reason = placement.why_nccl_cannot(options.placement, options.world)
         if reason is not None:
             print(f"not available: nccl: {reason}")
         options.names = tuple(name for name in DEVICE_WAYS if name != "nccl" or reason is None)
-
-
-def measure(options: Options, report: Report) -> None:
-    """In ranks that need not import for seconds."""
-    torch_optimizer(options.optimizer, torch.zeros(1))
-    PROGRAM.run_worlds(options, report)
 
 
 def file_of(options: Options) -> str:
@@ -241,7 +236,6 @@ PROGRAM = harness.Program(
     doc=__doc__,
     kind="fused_update",
     rank=run_rank,
-    measure=measure,
     seconds=4.0,
     per="size, for all ways",
     device="cpu",

@@ -48,12 +48,6 @@ def states_of(optimizer: Any) -> list[Tensor]:
     return [value for value in values if value.dim()]
 
 
-def io_bytes_of(optimizer: Any) -> tuple[int, int]:
-    """Bytes that this rank has read from and written to files of ZeroInfinity, in whole blocks."""
-    store = getattr(getattr(optimizer, "_tier", None), "store", None)
-    return (0, 0) if store is None else (store.read_bytes, store.written_bytes)
-
-
 class GradientWatch:
     """Tracks the peak bytes of gradients that are kept for parameters.
 

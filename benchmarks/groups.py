@@ -8,10 +8,11 @@ adds about as much to a call as c10d does.
 
 from __future__ import annotations
 
-import pickle
+import os
+import secrets
 import socket
 from collections.abc import Callable
-from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 import torch.distributed as dist
@@ -36,8 +37,6 @@ MPI_ENVIRONMENT = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
-# A TCPStore drops the connection of a rank that sets a value of more than 8 MiB.
-MAX_STORE_VALUE = 4 << 20
 
 
 class Communicator:
@@ -61,49 +60,27 @@ class Communicator:
         self.version: str = library.Get_library_version().partition("\n")[0].strip(" \0")
 
 
-class _StoreChannel:
-    """A pair of queues in a c10d store, with the interface of a ``Connection``."""
+def _connections(store: dist.Store, rank: int, world_size: int, host: str) -> list[Connection]:
+    """Rank 0's connections to each other rank, in order; elsewhere the one to rank 0. Collective.
 
-    def __init__(self, store: dist.Store, mine: int, theirs: int) -> None:
-        self._store = store
-        self._names = f"{mine}>{theirs}", f"{theirs}>{mine}"
-        self._num_sent = self._num_received = 0
-
-    def send(self, value: Any) -> None:
-        text, name = pickle.dumps(value).hex(), f"{self._names[0]}/{self._num_sent}"
-        starts = range(0, len(text), MAX_STORE_VALUE)
-        try:
-            for part, start in enumerate(starts):
-                self._store.set(f"{name}/{part}", text[start : start + MAX_STORE_VALUE])
-            self._store.set(name, str(len(starts)))  # last, because the other end waits for it
-        except dist.DistNetworkError as error:
-            raise BrokenPipeError(str(error)) from None
-        self._num_sent += 1
-
-    def _next(self) -> str:
-        return f"{self._names[1]}/{self._num_received}"
-
-    def poll(self, timeout: float) -> bool:
-        try:
-            self._store.wait([self._next()], timedelta(seconds=timeout))
-        except dist.DistNetworkError as error:
-            raise EOFError(str(error)) from None
-        except RuntimeError:  # timeout; some stores have no class for it
-            return False
-        return True
-
-    def recv(self) -> Any:
-        name = self._next()
-        parts = [f"{name}/{part}" for part in range(int(self._store.get(name)))]
-        text = b"".join(map(self._store.get, parts)).decode()
-        for key in (name, *parts):
-            self._store.delete_key(key)
-        self._num_received += 1
-        return pickle.loads(bytes.fromhex(text))
+    ``host`` is rank 0's.
+    """
+    if rank > 0:
+        port, key = store.get("port"), store.get("key")
+        peer = Client((host, int(port)), "AF_INET", authkey=key)
+        peer.send(rank)
+        return [peer]
+    secret = secrets.token_hex(16)
+    with Listener(("", 0), "AF_INET", backlog=world_size, authkey=secret.encode()) as listener:
+        store.set("key", secret)
+        store.set("port", str(listener.address[1]))
+        peers = [listener.accept() for _ in range(1, world_size)]
+    by_rank = {peer.recv(): peer for peer in peers}
+    return [by_rank[other] for other in range(1, world_size)]
 
 
-def _mpi_store() -> tuple[dist.Store, int, int]:
-    """A store for the processes that mpiexec has started, with rank and number. Collective.
+def _mpi_store() -> tuple[dist.Store, int, str]:
+    """A store for the processes that mpiexec has started, the rank, and rank 0's host. Collective.
 
     Raises ValueError on all ranks if they do not find each other.
     """
@@ -116,7 +93,7 @@ def _mpi_store() -> tuple[dist.Store, int, int]:
     host = all_ranks.broadcast(socket.gethostname())
     store = dist.TCPStore(host, 0, is_master=True) if all_ranks.rank == 0 else None
     port = all_ranks.broadcast(store.port if store is not None else None)
-    return store or dist.TCPStore(host, port), all_ranks.rank, all_ranks.size
+    return store or dist.TCPStore(host, port), all_ranks.rank, host
 
 
 def _join(world_size: int, on_message: Callable[[Any], None]) -> Team:
@@ -129,11 +106,13 @@ def _join(world_size: int, on_message: Callable[[Any], None]) -> Team:
         raise ValueError(
             f"the launcher has started {size} rank(s), but {world_size} were requested"
         )
-    is_mpi = mpi_world_size() is not None
-    store, rank, _ = _mpi_store() if is_mpi else next(iter(dist.rendezvous("env://")))
+    if mpi_world_size() is not None:
+        store, rank, host = _mpi_store()
+    else:
+        store, rank, _ = next(iter(dist.rendezvous("env://")))
+        host = os.environ["MASTER_ADDR"]
     side = dist.PrefixStore("ringcomm-bench-side-channel", store)
-    others = range(1, world_size) if rank == 0 else [0]
-    peers = [_StoreChannel(side, rank, other) for other in others]
+    peers = _connections(side, rank, world_size, host)
     return Team(rank, world_size, peers, on_message, lambda name: dist.PrefixStore(name, store))
 
 
@@ -155,9 +134,7 @@ def run_ranks(
     try:
         main(_join(world_size, on_message))
     except PeerLostError:
-        raise RankError(
-            "the launcher's store is gone, because the process of rank 0 has ended"
-        ) from None
+        raise RankError("another rank of the launcher has ended early") from None
 
 
 def labelled(backends: list[str]) -> dict[str, str]:

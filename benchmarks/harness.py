@@ -28,7 +28,7 @@ import placement  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cells import CHECKOUT as ROOT  # noqa: E402
 from cells import RESULTS, Columns, Record  # noqa: E402
-from front_door import CommandLine, flag, names  # noqa: E402
+from front_door import CommandLine, flag  # noqa: E402
 from groups import run_ranks  # noqa: E402
 from layouts import LAYOUTS  # noqa: E402
 from race import Bench, make_bench  # noqa: E402
@@ -38,7 +38,7 @@ from table import tables  # noqa: E402
 from _ringcomm.status import run_main  # noqa: E402
 from ringcomm.measure.ranks import Team  # noqa: E402
 
-__all__ = ["RESULTS", "ROOT", "Bench", "Program", "Report", "default_path", "flag", "names"]
+__all__ = ["RESULTS", "ROOT", "Bench", "Program", "Report", "default_path", "flag"]
 
 Options = argparse.Namespace
 

@@ -10,39 +10,52 @@ What separate machines differ in, such as the latency of a switch, is not in the
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import harness  # before torch: it sets the number of threads
 import torch
-from groups import labelled, open_groups
-from harness import Bench, Options, flag
+from cells import Record
+from groups import labelled, open_groups, run_ranks
+from harness import Bench, Options, Report, flag
 from operations import OPERATIONS
 from point import measure_point
 from programs import environment, missing_programs
 
-from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError, run_main
+from _ringcomm.status import RankError, run_main
 from _ringcomm.values import byte_counts, several, whole, words
-from ringcomm.measure.ranks import joined_world_size
 
 OPS = "all_reduce,reduce_scatter,all_gather,all_to_all,broadcast"
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-ADDRESSES, PORT = ("10.211.0.1", "10.211.0.2"), 29555
+INTERFACES, ADDRESSES = ("rc0", "rc1"), ("10.211.0.1", "10.211.0.2")
 IN_NAMESPACE = "_RINGCOMM_BENCH_IN_NAMESPACE"
-LIMIT_S = 1800.0
-START_S = 60.0  # of a command, and until the second host has ended, on a busy machine
+LIMIT_S = 3600.0
+START_S = 60.0  # of a command, on a busy machine
 
 
 def run_rank(bench: Bench, options: Options) -> None:
-    """Times each operation and size; rank 0 reports records. Collective."""
+    """Goes to its host, and times each operation and size; rank 0 reports records. Collective."""
+    host = 2 * bench.team.rank // bench.team.world_size
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACES[host]
+    if host == 1:
+        enter(options.other_host)
     bench = replace(bench, groups=open_groups(bench.team, labelled(["ringcomm", "gloo"])))
     for op in options.ops:
         for num_bytes in options.sizes:
             bench.report(measure_point(bench, op, num_bytes, torch.float32))
+
+
+def enter(pid: int) -> None:
+    """Takes this thread, and those that it will start, to the network of another process."""
+    with open(f"/proc/{pid}/ns/net", encoding="ascii") as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns", namespace.name)
 
 
 def join_hosts(cable: str) -> subprocess.Popen[bytes]:
@@ -56,7 +69,7 @@ def join_hosts(cable: str) -> subprocess.Popen[bytes]:
         time.sleep(0.01)
     here, there = "", f"nsenter -t {other.pid} -n "
     lines = ["ip link add rc0 type veth peer name rc1", f"ip link set rc1 netns {other.pid}"]
-    for where, name, address in ((here, "rc0", ADDRESSES[0]), (there, "rc1", ADDRESSES[1])):
+    for where, name, address in zip((here, there), INTERFACES, ADDRESSES, strict=True):
         lines += [
             f"{where}ip link set lo up",
             f"{where}ip address add {address}/24 dev {name}",
@@ -70,33 +83,21 @@ def join_hosts(cable: str) -> subprocess.Popen[bytes]:
     return other
 
 
-def race(num_ranks: int, options: Options, argv: list[str]) -> int:
-    """Starts torchrun on both hosts; returns the first one's status."""
+def measure(options: Options, report: Report) -> None:
+    """Each number of ranks in turn, between the same hosts."""
     other = join_hosts(options.cable)
-    job = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    job += ["--nproc-per-node", str(num_ranks), "--master-addr", ADDRESSES[0]]
-    job += ["--master-port", str(PORT)]
-    script = [str(Path(__file__).resolve()), *argv, "--json", str(options.json)]
-    quiet = {**environment(), "PYTHONWARNINGS": "ignore"}
-    second = subprocess.Popen(
-        ["nsenter", "-t", str(other.pid), "-n", *job, "--node-rank", "1", *script],
-        env={**quiet, "GLOO_SOCKET_IFNAME": "rc1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    options.other_host = other.pid
     try:
-        first = subprocess.run(
-            [*job, "--node-rank", "0", *script],
-            env={**quiet, "GLOO_SOCKET_IFNAME": "rc0"},
-            timeout=LIMIT_S,
-            check=False,
-        )
-        second.wait(START_S)
-        return first.returncode
+        for num_ranks in options.ranks_per_host:
+            facts = {"world_size": len(ADDRESSES) * num_ranks, "ranks_per_host": num_ranks}
+
+            def add(records: list[Record], facts: Record = facts) -> None:
+                report.add([facts | record for record in records])
+
+            run_ranks(facts["world_size"], partial(PROGRAM.run_rank, options=options), add)
     finally:
-        for process in (second, other):
-            process.kill()
-            process.wait()
+        other.kill()
+        other.wait()
 
 
 def check(options: Options) -> None:
@@ -105,12 +106,11 @@ def check(options: Options) -> None:
         raise ValueError(f"not installed: {', '.join(missing)} (Debian: util-linux, iproute2)")
 
 
-WORLD_SIZE = joined_world_size() or 1
 PROGRAM = harness.Program(
     doc=__doc__,
     kind="hosts",
     rank=run_rank,
-    world=WORLD_SIZE,
+    measure=measure,
     seconds=2.0,
     per="operation and size",
     flags=[
@@ -121,27 +121,17 @@ PROGRAM = harness.Program(
     ],
     check=check,
     named=("cable",),
-    facts=lambda _: {"ranks_per_host": WORLD_SIZE // len(ADDRESSES), "dtype": "float32"},
+    facts=lambda _: {"dtype": "float32"},
 )
 
 
 def main(argv: list[str]) -> int:
-    """Measures each number of ranks in namespaces of its own; returns the exit code."""
-    if joined_world_size() is not None:  # a rank of torchrun
+    """Checks the command line, and measures in a namespace; returns the exit code."""
+    if os.environ.get(IN_NAMESPACE):
         return PROGRAM.main(argv)
     options = PROGRAM.parse(argv)
-    if os.environ.get(IN_NAMESPACE):
-        return race(options.ranks_per_host[0], options, argv)
-    statuses = []
-    for num_ranks in options.ranks_per_host:
-        own = [sys.executable, __file__, *argv, "--ranks-per-host", str(num_ranks)]
-        done = subprocess.run(
-            ["unshare", "-rn", *own, "--json", str(options.json)],
-            env={**environment(), IN_NAMESPACE: "1"},
-            check=False,
-        )
-        statuses.append(done.returncode)
-    return EXIT_WRONG_RESULTS if EXIT_WRONG_RESULTS in statuses else max(statuses, default=EXIT_OK)
+    command = ["unshare", "-rn", sys.executable, __file__, *argv, "--json", str(options.json)]
+    return subprocess.call(command, env={**environment(), IN_NAMESPACE: "1"})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from decode import AddNorm, Decoder, make_model
 from harness import Bench, Options, flag
-from operators import FLAGS, open_operators
+from libraries import FLAGS, open_operators
 from torch import Tensor
 from torch.nn import functional as F
 

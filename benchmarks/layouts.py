@@ -18,11 +18,11 @@ from cells import (
     Columns,
     Record,
     Run,
+    before_after,
     column_of,
     comparison,
     grid,
     grid_of,
-    inverse,
     microseconds,
     milliseconds,
     or_first,
@@ -180,9 +180,16 @@ def _of_hosts(run: Run) -> str:
     )
 
 
+# Of what each record of a collective has, the calls that no floor but memory's bounds.
+FLOOR_TITLES = {
+    "all_reduce": "`all_reduce`",
+    "all_reduce_shared": "`all_reduce` on shared buffers",
+}
+
+
 def _floor_share(record: Record) -> str:
-    share = share_range(inverse(record["ratio"])) if record["ratio"] else "wrong results"
-    return _mark(share, record)
+    before, after = record["floor_us"].values()
+    return _mark(f"{50 * (before + after) / record['p50_us']:.0f} %", record)
 
 
 def _of_losses(run: Run) -> str:
@@ -196,17 +203,6 @@ def _of_losses(run: Run) -> str:
     return (
         f"Forward and backward of {first['num_tokens']:,} tokens on {first['device']}, {where}."
         f"{note} Medians:"
-    )
-
-
-def _of_lomo(run: Run) -> str:
-    first = run[0]
-    num = first["world_size"]
-    ranks = f"{num} ranks, torch's with DDP" if num > 1 else "1 rank"
-    return (
-        f"Training steps: {ranks}, {first['num_params']:,} parameters,"
-        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank. The largest weight"
-        f" is {first['largest_weight_bytes'] / 2**20:.2f} MiB:"
     )
 
 
@@ -240,9 +236,13 @@ def _mib(*names: str) -> Cell:
     return lambda record: f"{sum(record[f'{name}_bytes'] for name in names) / 2**20:.1f}"
 
 
+def _formula(record: Record) -> str:
+    """The planner knows no formula of some systems."""
+    return "–" if record["formula_bytes"] is None else _mib("formula")(record)
+
+
 def _sent(record: Record) -> str:
-    is_computed = record["sent_bytes"] is None
-    return f"({_mib('formula')(record)})" if is_computed else _mib("sent")(record)
+    return f"({_formula(record)})" if record["sent_bytes"] is None else _mib("sent")(record)
 
 
 class SystemColumn(NamedTuple):
@@ -258,26 +258,33 @@ class SystemColumn(NamedTuple):
 def system_columns(run: Run) -> list[SystemColumn]:
     """Those of these records."""
     first = run[0]["system"]
-    over = "time of a step / that of {} (10th to 90th percentile)"
+    over = "time of a step (10th to 90th percentile) / that of"
     columns = [
         SystemColumn("system", lambda r: str(r["system"]), "", "always"),
         SystemColumn("loss", lambda r: f"{r['loss']:.4f}", "of the last verified step"),
         SystemColumn("p50, ms", CELLS["p50, ms"], "time of a step, median", "always"),
         SystemColumn("p99, ms", CELLS["p99, ms"], "99th percentile of that time"),
-        SystemColumn(
-            *(f"time / {first}'s (10–90 %)", or_first, over.format("the first system"), "always")
-        ),
+        SystemColumn(f"time / {first}'s (10–90 %)", or_first, f"{over} the first system", "always"),
         SystemColumn(
             "time / ringcomm's",
             lambda r: comparison(r | {"ratio": r.get("over_ringcomm")}),
-            over.format("the same system over ringcomm"),
-            *("always", "over_ringcomm"),
+            f"{over} the same system over ringcomm",
+            where="always",
+            needs="over_ringcomm",
         ),
         SystemColumn(
             "communication",
             _communication,
             "part of the step time that a step without communication does not take",
-            *("always", "communication_share"),
+            where="always",
+            needs="communication_share",
+        ),
+        SystemColumn(
+            "predicted, ms",
+            lambda r: milliseconds(r["predicted_us"]) if "predicted_us" in r else "",
+            "time of a step that the planner predicts",
+            where="always",
+            needs="predicted_us",
         ),
         SystemColumn(
             "update, ms",
@@ -287,24 +294,15 @@ def system_columns(run: Run) -> list[SystemColumn]:
         SystemColumn("weights", _mib("param"), "MiB of a rank"),
         SystemColumn("gradients", _mib("grad"), "most MiB of a rank"),
         SystemColumn("states", _mib("state"), "MiB of a rank for optimizer states"),
-        SystemColumn(
-            *(
-                "sum",
-                _mib("param", "grad", "state"),
-                "MiB of a rank in all, without activations",
-                "always",
-            )
-        ),
+        SystemColumn("sum", _mib("param", "grad", "state"), "MiB of these three", "always"),
         SystemColumn(
             "sent",
             _sent,
             "MiB that a rank sends in a step; in parentheses if computed, not counted",
             "always",
         ),
-        SystemColumn("formula", _mib("formula"), "MiB that the system's formula predicts", "all"),
-        SystemColumn(
-            *("others %", CELLS["others %"], "share of the machine of other programs", "all")
-        ),
+        SystemColumn("formula", _formula, "MiB that the planner predicts", "all"),
+        SystemColumn("others %", CELLS["others %"], "what other programs used of all cores", "all"),
     ]
     return [column for column in columns if any(column.needs in record for record in run)]
 
@@ -339,17 +337,6 @@ def _plain_ratio(record: Record) -> str:
     ratio = record["ratio"]
     return f"{ratio['p50']:.2f} ({ratio['p10']:.2f}–{ratio['p90']:.2f})" if ratio else "–"
 
-
-def _predicted(record: Record) -> str:
-    """By the formula, where there is one."""
-    efficiency = record.get("predicted_efficiency")
-    return "" if efficiency is None else f"{efficiency:.2f}"
-
-
-STAGES = {
-    "sleep": "Stages that sleep",
-    "compute": "Stages that compute; the schedule is made of the measured times of its actions",
-}
 
 # ---- deaths: how the ranks of a backend go on after the error
 
@@ -436,10 +423,8 @@ class Layout:
 
 
 _SWEEP = ("world_size", "device", "dtype")
-_STEPS = ("world_size", "num_params", "rows_per_rank", "tokens_per_row")
 # Only the newest model of a shape.
 _SYSTEMS = ("world_size", "rows_per_rank", "tokens_per_row")
-_ROWS_TOKENS = ("rows", "tokens")
 
 
 _CALL = "{world_size} ranks, {dtype}, {device}. Median time of a call"
@@ -496,22 +481,22 @@ _LAYOUTS = (
     ),
     Layout(
         "Memory bandwidth as the floor",
-        "floor",
-        (),
-        ("world_size", "bytes"),
-        "`all_reduce` over ringcomm against the floor: the time to read and write each byte once."
-        " Medians, and the floor as a share of them (10–90 %):",
-        by_point(
-            "variant",
-            0,
-            ["ranks", "bytes"],
-            ("{}, µs", _time, _first),
-            ("{}, µs", _time, lambda names: names[1:2]),
-            ("{}, share", _floor_share, lambda names: names[1:2]),
-            ("{}, µs", _time, lambda names: names[2:]),
-            ("{}, share", _floor_share, lambda names: names[2:]),
-            titles={"staged": "`all_reduce`", "shared": "on shared buffers"},
+        "collective",
+        _SWEEP,
+        ("op", "bytes"),
+        "{world_size} ranks, {dtype}: calls over ringcomm against the floor, the time in which all"
+        " ranks read and write each byte of their buffers once, before and after the calls."
+        " Medians:",
+        by_record(
+            1,
+            ("operation", lambda r: FLOOR_TITLES[r["op"]]),
+            "bytes",
+            ("floor, µs", lambda r: before_after(r["floor_us"])),
+            ("call, µs", _time),
+            ("floor / call", _floor_share),
         ),
+        lambda r: r["op"] in FLOOR_TITLES and r["backend"] == "ringcomm" and r["bytes"] > 1 << 16,
+        name="floor",
     ),
     Layout(
         "Fused update",
@@ -552,33 +537,7 @@ _LAYOUTS = (
             ),
         ),
     ),
-    Layout(
-        "LOMO",
-        "lomo",
-        _STEPS,
-        (),
-        _of_lomo,
-        by_record(
-            1,
-            *("optimizer", "p50, ms", "p99, ms"),
-            ("gradients, MiB", lambda r: f"{r['grad_bytes'] / 2**20:.2f}"),
-            ("time / Lomo's (10–90 %)", or_first),
-        ),
-        lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
-    ),
     Layout("Training systems", "systems", _SYSTEMS, (), SYSTEMS_HEADING, _system_grid),
-    Layout(
-        "Tensor parallelism",
-        "tensor_parallel",
-        ("world_size", "size"),
-        _ROWS_TOKENS,
-        "Forward and backward: {world_size} ranks, a Llama of {size} parameters:",
-        by_record(
-            2,
-            *("rows × tokens", "way", "p50, ms", "p99, ms"),
-            ("time / ringcomm's (10–90 %)", or_first),
-        ),
-    ),
     Layout(
         "Tensor-parallel inference",
         "inference",
@@ -592,45 +551,11 @@ _LAYOUTS = (
         crossed("way", lambda r: str(r["way"]), "size_bytes", _inference_cell),
     ),
     Layout(
-        "Pipeline parallelism",
-        "pipeline",
-        ("stages",),
-        ("world_size", "schedule", "num_microbatches"),
-        lambda run: (
-            f"{STAGES[run[0]['stages']]}. The bound is the length of the schedule without delays:"
-        ),
-        by_record(
-            1,
-            *("schedule", "ranks", "micro-batches"),
-            ("bubble, predicted", lambda r: f"{100 * r['predicted_bubble']:.1f} %"),
-            ("measured", lambda r: f"{100 * r['bubble']['p50_share']:.1f} %"),
-            ("step / bound", lambda r: f"{r['over_bound']:.2f}×"),
-        ),
-        lambda r: r["num_microbatches"] == 4 * r["world_size"],
-    ),
-    Layout(
-        "Planner",
-        "planner",
-        ("world_size", "width", "layers"),
-        ("rows",),
-        "Predicted from this machine's measured speed: {world_size} ranks, a decoder of {layers}"
-        " layers, width {width}:",
-        by_record(
-            2,
-            *("rows × tokens", "system"),
-            ("measured, ms", CELLS["p50, ms"]),
-            ("predicted, ms", lambda r: milliseconds(r["predicted_us"])),
-            ("measured / predicted", lambda r: f"{r['measured_over_predicted']:.2f}"),
-        ),
-    ),
-    Layout(
         "Offload",
         "offload",
         (),
         (),
-        "Files: ringcomm's rate / fio's on the same file system. AdamW: torch's time / ringcomm's."
-        " Steps of ZeRO-Infinity in files: time in memory / time with files, and what the formula"
-        " predicts without overlap; time without checksums / time with them:",
+        "Files: ringcomm's rate / fio's on the same file system. AdamW: torch's time / ringcomm's:",
         by_record(
             1,
             ("what", lambda r: r["name"]),
@@ -638,8 +563,8 @@ _LAYOUTS = (
             "peer",
             ("peer's", _amount("peer_p50")),
             ("ratio (10–90 %)", _plain_ratio),
-            ("predicted", _predicted),
         ),
+        lambda r: r["part"] != "steps",  # which records had until 26 November 2026
     ),
     Layout(
         "Deaths",

@@ -13,10 +13,12 @@ that moves nothing: the part of a call that is torch's own.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,13 +30,13 @@ import torch.distributed as dist
 from groups import MPI, MPI_ENVIRONMENT, labelled, open_groups
 from harness import Bench, Options, flag
 from operations import OPERATIONS, Buffers, Place
-from operators import FLAGS, open_operators
 from report import Report
+from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from _ringcomm.values import byte_counts, several, whole, words
 from ringcomm import ops
-from ringcomm.measure.ranks import joined_world_size, mpi_world_size
+from ringcomm.measure.ranks import Team, joined_world_size, mpi_world_size
 from ringcomm.measure.timing import Contender
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
@@ -44,9 +46,52 @@ OVER_TORCH = {"torch.distributed over ringcomm": "ringcomm", ALONE: "fake", "Glo
 # With an input and an output of their own.
 APART = {"all_gather": all_gather_single, "reduce_scatter": reduce_scatter_single}
 Calls = dict[str, Callable[[], object]]
+Reduce = Callable[[Tensor], object]
+# The ranks that vLLM's shm.h has room for.
+MAX_VLLM_RANKS = 8
+FLAGS = [
+    flag("--deepspeed", Path, None, "DeepSpeed's shared-memory extension", metavar="FILE"),
+    flag("--vllm", Path, None, "a library of vLLM's shared-memory operators", metavar="FILE"),
+]
 SIZES = "1k,8k,64k,256k,1m,16m"
 # Of one run of one number of ranks: some seconds a size, and more while it is disturbed.
 LIMIT_S = 600.0
+
+
+def open_operators(team: Team, options: Options) -> dict[str, Reduce]:
+    """The all_reduces of the files that the options name. Collective; needs the default group."""
+    operators = {}
+    if options.deepspeed:
+        operators["DeepSpeed"] = _deepspeed(team, options.deepspeed)
+    if options.vllm and team.world_size <= MAX_VLLM_RANKS:
+        operators["vLLM"] = _vllm(team, options.vllm)
+    return operators
+
+
+def _deepspeed(team: Team, file: Path) -> Reduce:
+    """Of DeepSpeed's `deepspeed_shm_comm` extension, with names from variables."""
+    host, port = "127.0.0.1", str(team.agree(os.getpid()))
+    os.environ.update(LOCAL_SIZE=str(team.world_size), MASTER_ADDR=host, MASTER_PORT=port)
+    spec: Any = importlib.util.spec_from_file_location("deepspeed_shm_comm", file)
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.initialize(team.world_size, team.rank)
+    dist.barrier()  # all have mapped the buffer of each, which the extension never removes
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{host}_{port}_{team.rank}").unlink()
+    call: Reduce = torch.ops.deepspeed.inference_all_reduce_
+    return call
+
+
+def _vllm(team: Team, file: Path) -> Reduce:
+    """Of a library that registers vLLM's `torch.ops._C.shm_allreduce`."""
+    torch.ops.load_library(file)
+    library: Any = torch.ops._C
+    name = f"benchmark-{team.agree(os.getpid())}"
+    handle = library.init_shm_manager(name, team.world_size, team.rank, 1)
+    dist.barrier()
+    library.join_shm_manager(handle, name)
+    dist.barrier()
+    return partial(library.shm_allreduce, handle)
 
 
 def mpi_name(version: str) -> str:
@@ -98,14 +143,8 @@ def run_rank(bench: Bench, options: Options) -> None:
 
 def _run_under(python: str, world_size: int, options: Options) -> None:
     """A run of this script under the mpiexec beside ``python``, which adds records to the file."""
-    command = [str(Path(python).parent / "mpiexec"), "-n", str(world_size), python, __file__]
-    command += ["--worlds", str(world_size), "--ops", ",".join(options.ops)]
-    command += ["--json", str(options.json)]
-    command += ["--sizes", ",".join(map(str, options.sizes)), "--seconds", str(options.seconds)]
-    command += ["--repeats", str(options.repeats)]
-    for name in ("deepspeed", "vllm"):
-        if file := vars(options)[name]:
-            command += [f"--{name}", str(file)]
+    command = [str(Path(python).parent / "mpiexec"), "-n", str(world_size), python, *sys.argv]
+    command += ["--worlds", str(world_size), "--runs", "1", "--json", str(options.json)]
     subprocess.run(command, env={**os.environ, **MPI_ENVIRONMENT}, check=True, timeout=LIMIT_S)
 
 

@@ -13,6 +13,7 @@ SVGs are drawn on white paper, and a rule in them makes it dark where the page i
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -36,15 +37,23 @@ from ringcomm.screen import COLORS, byte_count, counted, factor, in_seconds
 
 DESIGN = harness.ROOT / "docs" / "design"
 README = harness.ROOT / "README.md"
-Draw = Callable[[list[Run], Path], None]
-ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), "", lambda runs: [])
-LINES = {"eager": ":", "graph": "-"}
+LINE_STYLES = {"eager": ":", "graph": "-"}
 # Text stays text, and the output is deterministic.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
 # The colour scheme of a picture is that of the page that shows it.
 ON_DARK_PAGES = (
     "@media (prefers-color-scheme: dark) { svg:root { filter: invert(0.88) hue-rotate(180deg) } }"
 )
+
+
+class Lines(NamedTuple):
+    """A picture of times: what it is of, and the fields of lines, panels and sizes."""
+
+    title: str
+    field: str
+    panel: str = "world_size"
+    size: str = "bytes"
+    corner: str = "lower right"
 
 
 def adapt(path: Path) -> None:
@@ -103,87 +112,47 @@ def _plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _over_bytes(axes: Any, ticks: list[int], title: str) -> None:
-    """Both axes logarithmic, and sizes along the lower one."""
+def _over_sizes(axes: Any, ticks: list[int], title: str, label: Callable[[int], str]) -> None:
+    """Both axes logarithmic, and sizes along the lower one, of buffers or of vocabularies."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(ticks, map(byte_count, ticks), fontsize=9)
+    axes.set_xticks(ticks, map(label, ticks), fontsize=9)
     axes.minorticks_off()
-    axes.set(xlabel="size of the buffer", title=title)
+    what = "size of the buffer" if label is byte_count else "classes"
+    axes.set(xlabel=what, title=title)
     _plain(axes)
 
 
-def _plot_world(axes: Any, runs: list[Run], field: str, colors: dict[str, str]) -> None:
-    """One number of ranks: a line per name, from the 10 to the 90 % point shaded."""
+def _plot_panel(axes: Any, records: list[Record], lines: Lines, colors: dict[str, str]) -> None:
+    """A line per name, from the 10 to the 90 % point shaded."""
     for name, color in colors.items():
-        points = [record for run in runs for record in run if record[field] == name]
-        sizes = [record["bytes"] for record in points]
+        points = [record for record in records if record[lines.field] == name]
+        sizes = [record[lines.size] for record in points]
         low, middle, high = ([r[f"{p}_us"] for r in points] for p in ("p10", "p50", "p90"))
         axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
         label = title_of(name)
         axes.plot(sizes, middle, color=color, marker=".", linewidth=1.4, label=label)
-    for change in runs[-1][0].get("changes", []):
-        axes.axvline(change["bytes"], color="grey", linewidth=0.8, linestyle=":")
-        is_shared = change["op"] != "all_reduce"
-        text = f"{change['algorithm']} from {byte_count(change['bytes'] // 1024 * 1024)}"
-        place = {"rotation": 90, "va": "top", "ha": "left" if is_shared else "right"}
-        # Beside the line, because two of them may be at the same size.
-        place |= {"xytext": (3 if is_shared else -3, -2), "textcoords": "offset points"}
-        point = {"xy": (change["bytes"], 1), "xycoords": axes.get_xaxis_transform()}
-        axes.annotate(text, **point, **place, fontsize=7, color="grey")
-    corner = "lower right" if field == "backend" else "center left"
-    axes.legend(framealpha=1, edgecolor="none", loc=corner)  # over dotted lines
-    _over_bytes(axes, byte_counts(DEFAULT_SIZES), f"{runs[0][0]['world_size']} ranks")
+    if (limit := records[0].get("one_shot_max_bytes", 1)) > 1:
+        axes.axvline(limit, color="grey", linewidth=0.8, linestyle=":")
+    axes.legend(framealpha=1, edgecolor="none", loc=lines.corner)  # over dotted lines
+    title = str(records[0][lines.panel])
+    if lines.size == "bytes":
+        _over_sizes(axes, byte_counts(DEFAULT_SIZES), f"{title} ranks", byte_count)
+    else:
+        _over_sizes(axes, sorted({r[lines.size] for r in records}), title, "{:,}".format)
 
 
-def draw_worlds(runs: list[Run], path: Path, field: str) -> None:
-    """A panel per number of ranks, a line per value of ``field``."""
-    first = runs[0][0]
-    title = f"all_reduce by {field}, {first['dtype']}: median, shaded from 10 to 90 %"
-    worlds = [list(group) for _, group in groupby(runs, key=lambda run: run[0]["world_size"])]
-    names = list(dict.fromkeys(record[field] for run in runs for record in run))
-    size = (4.4 * len(worlds), 4.0)
-    with _drawn(path, 1, len(worlds), size, source_of(runs[-1][0]), sharey=True) as axes:
-        for one, world in zip(axes[0], worlds, strict=True):
-            _plot_world(one, world, field, colors_of(names))
-        axes[0][0].set_ylabel("µs per call (lower is better)")
-        axes[0][0].figure.suptitle(title)
-
-
-def _plot_losses(axes: Any, records: list[Record], field: str, scale: float) -> None:
-    """A line per way, over the number of classes."""
-    colors = colors_of(list(dict.fromkeys(record["way"] for record in records)))
-    for idx, (way, color) in enumerate(colors.items()):
-        points = [record for record in records if record["way"] == way]
-        sizes = [record["vocab_size"] for record in points]
-        if field == "extra_bytes" and way == "copy":
-            continue
-        values = [record[field] * scale for record in points]
-        # The first is on top and the thinnest, so that equal lines are all seen.
-        style = {"marker": ".", "linewidth": 1.4 + 0.7 * idx, "zorder": 9 - idx}
-        axes.plot(sizes, values, color=color, label=title_of(way), **style)
-    ticks = sorted({record["vocab_size"] for record in records})
-    labels = [f"{tick:,}" for tick in ticks]
-    axes.set_xticks(ticks, labels, fontsize=8, rotation=30, ha="right")
-    axes.set_ylim(bottom=0)
-    _plain(axes)
-
-
-def draw_losses(runs: list[Run], path: Path) -> None:
-    """Time above, memory below; a column per type."""
+def draw_lines(runs: list[Run], path: Path, lines: Lines) -> None:
+    """A panel per value of a field, a line per value of another one."""
     records = [record for run in runs for record in run]
-    dtypes = list(dict.fromkeys(record["dtype"] for record in records))
-    size, source = (4.2 * len(dtypes), 6.0), source_of(records[-1])
-    with _drawn(path, 2, len(dtypes), size, source, sharex=True) as axes:
-        for column, dtype in enumerate(dtypes):
-            found = [record for record in records if record["dtype"] == dtype]
-            _plot_losses(axes[0][column], found, "p50_us", 1e-3)
-            _plot_losses(axes[1][column], found, "extra_bytes", 2**-20)
-            axes[0][column].set_title(f"{dtype}, {found[0]['num_tokens']:,} tokens")
-            axes[1][column].set_xlabel("classes")
-        axes[0][0].set_ylabel("ms, forward and backward: median")
-        axes[1][0].set_ylabel("MiB beyond the logits")
-        axes[0][0].legend(fontsize=8, frameon=False, loc="upper left")
+    panels = [list(group) for _, group in groupby(records, key=lambda r: r[lines.panel])]
+    colors = colors_of(list(dict.fromkeys(record[lines.field] for record in records)))
+    size = (4.4 * len(panels), 4.0)
+    with _drawn(path, 1, len(panels), size, source_of(records[-1]), sharey=True) as axes:
+        for one, panel in zip(axes[0], panels, strict=True):
+            _plot_panel(one, panel, lines, colors)
+        axes[0][0].set_ylabel("µs per call (lower is better)")
+        axes[0][0].figure.suptitle(f"{lines.title}: median, shaded from 10 to 90 %")
 
 
 def _panel(axes: Any, records: list[Record]) -> None:
@@ -195,14 +164,14 @@ def _panel(axes: Any, records: list[Record]) -> None:
     for (backend, mode), points in curves.items():
         sizes = [record["bytes"] for record in points]
         speeds = [record["busbw_gb_per_s"] for record in points]
-        style = {"linestyle": LINES[mode], "linewidth": 1.2, "marker": "."}
+        style = {"linestyle": LINE_STYLES[mode], "linewidth": 1.2, "marker": "."}
         label = f"{title_of(backend)}, {mode}"
         axes.plot(sizes, speeds, color=colors[backend], label=label, **style)
     floor = {r["bytes"]: r["busbw_gb_per_s"] / r["share_of_floor"] for r in records}
     sizes = sorted(floor)
     axes.plot(sizes, [floor[size] for size in sizes], color="black", linewidth=1.0, label="floor")
     ticks = sizes[:: max(1, len(sizes) // 6)]
-    _over_bytes(axes, ticks, f"{records[0]['op']}, {records[0]['dtype']}")
+    _over_sizes(axes, ticks, f"{records[0]['op']}, {records[0]['dtype']}", byte_count)
 
 
 def draw_bandwidths(records: list[Record], path: Path, title: str) -> None:
@@ -243,11 +212,8 @@ def draw_systems(records: list[Record], path: Path) -> None:
         left.set(xlabel="step, ms: p50, and up to p99")
         left.invert_yaxis()
         begin = [0.0] * len(names)
-        parts = {
-            "param": "blue",
-            "grad": "orange",
-            "state": "green",
-        }  # as in `ringcomm show memory`
+        # As in `ringcomm show memory`.
+        parts = {"param": "blue", "grad": "orange", "state": "green"}
         for part, color in parts.items():
             sizes = [record[f"{part}_bytes"] / 2**20 for record in records]
             right.barh(names, sizes, left=begin, label=f"{part}s", color=COLORS[color])
@@ -357,28 +323,37 @@ def draw_bars(records: list[Record], path: Path) -> bool:
 
 
 def draw_points(
-    draw: Draw, fields: dict[str, Any], layout: Layout, records: list[Record], path: Path
+    lines: Lines, fields: dict[str, Any], layout: Layout, records: list[Record], path: Path
 ) -> bool:
     """A plot of the newest points of the records with these fields."""
     usual = [r for r in records if fields.items() <= r.items()]
-    # Gone since these records.
-    usual = [r for r in usual if r.get("algorithm") != "ring, rank_order"]
     runs = of_last_machine([r for r in usual if r["world_size"] in (1, *SHOWN_WORLDS)], layout)
     if runs:
-        draw(runs, path)
+        draw_lines(runs, path, lines)
     return bool(runs)
 
 
+def draw_algorithms(_: list[Record], path: Path) -> bool:
+    """A plot of the newest file of `ringcomm tune`."""
+    tuning = json.loads(sorted(harness.RESULTS.glob("*-tuning.json"))[-1].read_text("utf-8"))
+    runs = [
+        [{**tuning, **world, **point} for point in world["points"]]
+        for world in tuning["worlds"]
+        if world["world_size"] in SHOWN_WORLDS
+    ]
+    title = "all_reduce by algorithm, float32"
+    draw_lines(runs, path, Lines(title, "algorithm", corner="center left"))
+    return True
+
+
 LOSSES = {"kind": "cross_entropy", "world_size": 1, "device": "cpu"}
+OF_CALLS = Lines("all_reduce by backend, float32", "backend")
+OF_LOSSES = Lines("cross-entropy, forward and backward", "way", "dtype", "vocab_size", "upper left")
 # By file what draws it of all records; False where it finds none.
 PLOTS: dict[str, Callable[[list[Record], Path], bool]] = {
-    "all_reduce": partial(
-        draw_points, partial(draw_worlds, field="backend"), CALL, LAYOUTS["collective"]
-    ),
-    "algorithms": partial(
-        draw_points, partial(draw_worlds, field="algorithm"), {"kind": "algorithm"}, ALGORITHMS
-    ),
-    "cross_entropy": partial(draw_points, draw_losses, LOSSES, LAYOUTS["cross_entropy"]),
+    "all_reduce": partial(draw_points, OF_CALLS, CALL, LAYOUTS["collective"]),
+    "algorithms": draw_algorithms,
+    "cross_entropy": partial(draw_points, OF_LOSSES, LOSSES, LAYOUTS["cross_entropy"]),
     "speed": draw_bars,
 }
 

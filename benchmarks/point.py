@@ -131,13 +131,12 @@ def measure_verified(
         return timings, floors, {n: algorithms_used(before[n], after[n]) for n in bench.groups}
 
     wrong = count_wrong()
-    (timings, floors, algorithms), weather = bench.watch.calmest(attempt, bench.repeats)
+    (timings, floors, algorithms), conditions = bench.watch.calmest(attempt, bench.repeats)
     for label, count in count_wrong().items():
         wrong[label] += count
     records = records_of(timings or {}, subject_of(bench), wrong)
     return [
-        {**record, "algorithms": algorithms[record["backend"]], **weather.record()}
-        for record in records
+        {**record, "algorithms": algorithms[record["backend"]], **conditions} for record in records
     ], floors
 
 

@@ -6,8 +6,9 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -30,25 +31,16 @@ def of_blocks(timings: Timings) -> Timings:
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True)
-class Weather:
-    """External conditions during a measurement."""
+def weather(others_percent: float, num_attempts: int = 1) -> Record:
+    """The fields of a record that tell what share of all cores other programs used.
 
-    others_percent: float  # share of all cores that other programs used
-    num_attempts: int = 1  # the calmest one counts
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the machine was otherwise idle."""
-        return self.others_percent <= MAX_OTHERS_PERCENT
-
-    def record(self) -> dict[str, Any]:
-        """The fields of a record."""
-        return {
-            "others_busy_percent": self.others_percent,
-            "quiet": self.is_quiet,
-            "num_attempts": self.num_attempts,
-        }
+    Of several attempts the calmest one counts.
+    """
+    return {
+        "others_busy_percent": others_percent,
+        "quiet": others_percent <= MAX_OTHERS_PERCENT,
+        "num_attempts": num_attempts,
+    }
 
 
 class WeatherWatch:
@@ -58,23 +50,22 @@ class WeatherWatch:
         self._team = team
         self._own_pids = [os.getppid(), *team.share(os.getpid())]
 
-    def _attempt(self, measure: Callable[[], Found]) -> tuple[Found, Weather]:
+    def _attempt(self, measure: Callable[[], Found]) -> tuple[float, Found]:
         others = OthersWatch(self._own_pids) if self._team.rank == 0 else None
         self._team.share(None)
         found = measure()
-        percent = self._team.agree(None if others is None else others.percent())
-        return found, Weather(percent)
+        return self._team.agree(None if others is None else others.percent()), found
 
-    def calmest(self, measure: Callable[[], Found], max_repeats: int) -> tuple[Found, Weather]:
+    def calmest(self, measure: Callable[[], Found], max_repeats: int) -> tuple[Found, Record]:
         """``measure()`` again while the machine is disturbed; what it returned the calmest time.
 
-        The conditions, and so the choice, are the same on all ranks.
+        The conditions, which are fields of a record, and so the choice are the same on all ranks.
         """
-        best, num_attempts = self._attempt(measure), 1
-        while not best[1].is_quiet and num_attempts <= max_repeats:
-            best = min(best, self._attempt(measure), key=lambda attempt: attempt[1].others_percent)
-            num_attempts += 1
-        return best[0], replace(best[1], num_attempts=num_attempts)
+        attempts = [self._attempt(measure)]
+        while len(attempts) <= max_repeats and attempts[-1][0] > MAX_OTHERS_PERCENT:
+            attempts.append(self._attempt(measure))
+        percent, found = min(attempts, key=itemgetter(0))
+        return found, weather(percent, len(attempts))
 
 
 @dataclass
@@ -195,13 +186,13 @@ class Bench:
             for label, one in contenders.items()
         }
         time_all = partial(measure, self.team, ready, self.seconds if seconds is None else seconds)
-        timings, weather = self.watch.calmest(time_all, self.repeats)
+        timings, conditions = self.watch.calmest(time_all, self.repeats)
         if timings is None:
             return []
         if by_block:
             timings = {label: of_blocks(found) for label, found in timings.items()}
         found = records_of(timings, subject, wrong or dict.fromkeys(timings, 0), name)
-        return [record | facts | weather.record() for record in found]
+        return [record | facts | conditions for record in found]
 
     def report(self, records: list[Record]) -> None:
         """Passes records on to the process that writes them; only rank 0 has some."""

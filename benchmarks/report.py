@@ -24,7 +24,7 @@ from ringcomm.measure.timing import Timings
 
 GIT_TIMEOUT_S = 60.0
 # Columns of a table that is not written to a terminal.
-FILE_COLUMNS = 140
+FILE_COLUMNS = 200
 TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "system", "type", "mode", "redop")
 
 

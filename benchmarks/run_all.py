@@ -32,7 +32,10 @@ LIMIT_S = 900.0
 CURVE = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 APART = "reduce_scatter,all_gather,all_to_all,broadcast,round_trip,barrier"
 LONG = "--seconds 4 --repeats 3"
+FLOOR = "all_reduce,all_reduce_shared --peers none --sizes 256k,4m,64m"
 MUON = "muon ddp;muon zero-1;muon zero-2;muon zero-3"
+LOMO = "lomo;lomo, overlapped;lomo, clip deferred;lomo, clip two_pass;adalomo;sgd;sgd, clip;ddp"
+TENSOR = "tensor;tensor, tokens shared;tensor by DTensor;tensor by DTensor, inputs joined"
 # Scripts, or the command ringcomm, with their arguments by name, in order.
 JOBS: dict[str, list[str]] = {
     "all_reduce": [
@@ -42,25 +45,35 @@ JOBS: dict[str, list[str]] = {
     "libraries": ["libraries.py --runs 3"],
     "operations": [f"ringcomm bench {APART} --world-size 2 {LONG}"],
     "hosts": ["hosts.py"],
-    "floor": ["floor.py"],
-    "algorithms": ["algorithms.py"],
+    "floor": [
+        f"ringcomm bench {FLOOR} --world-size 2 {LONG}",
+        f"ringcomm bench {FLOOR} --world-size 4 {LONG}",
+    ],
+    "algorithms": ["ringcomm tune --world-sizes 2,4,8,16,32"],
     "fused_update": ["fused_update.py"],
     "cross_entropy": [
         "ringcomm bench cross_entropy --peers torch,compile",
         "ringcomm bench cross_entropy --world-size 2 --vocabularies 32000",
     ],
-    "lomo": ["lomo.py --world 2", "lomo.py --world 1"],
     "systems": [
         "ringcomm bench systems --over gloo,fake --width 256 --layers 5 --seconds 120",
         "ringcomm bench systems --over gloo,fake --width 256 --layers 5 --rows 4 --tokens 128"
         " --seconds 180",
         f"ringcomm bench systems --systems '{MUON}' --width 128 --rows 4 --seconds 60 --repeats 0",
+        # Each with rows of its own, by which pages tell their tables apart.
+        f"ringcomm bench systems --systems '{LOMO}' --width 256 --layers 6 --rows 2 --tokens 128"
+        " --seconds 60",
+        f"ringcomm bench systems --systems '{LOMO.replace(' overlapped;lomo,', '')}' --world-size 1"
+        " --width 256 --layers 6 --rows 4 --tokens 128 --seconds 60",
+        f"ringcomm bench systems --systems '{TENSOR}' --over fake --width 256 --layers 6 --rows 2"
+        " --seconds 60",
     ],
-    "tensor_parallel": ["tensor_parallel.py"],
     "inference": ["inference.py", "inference.py --dtype float32"],
-    "planner": ["planner.py"],
+    "planner": [
+        "ringcomm bench systems --tuning NEWEST --over fake --width 256 --layers 6"
+        " --tokens 128 --seconds 60",
+    ],
     "offload": ["offload.py"],
-    "pipeline": ["pipeline.py", "pipeline.py --stages compute --worlds 2"],
 }
 ALONE = ("cross_entropy", "systems")
 WITH_MPI = ("all_reduce", "libraries")
@@ -74,11 +87,15 @@ def find_mpiexec() -> str | None:
 
 def command_of(job: str, mpiexec: str | None) -> list[str]:
     """The command of one line of ``JOBS``; under ``mpiexec`` with MPI as a peer."""
-    script, *arguments = shlex.split(job)
+    tuned = str(max(harness.RESULTS.glob("*-tuning.json")))
+    script, *arguments = shlex.split(job.replace("NEWEST", tuned))
     if script != "ringcomm":
         peers = ["--mpi", sys.executable] if mpiexec else []
         return [sys.executable, str(harness.ROOT / "benchmarks" / script), *arguments, *peers]
     op = arguments[1]
+    if arguments[0] == "tune":
+        path = harness.default_path("tuning").with_suffix(".json")
+        return [sys.executable, "-m", script, *arguments, "--json", str(path)]
     world = arguments[arguments.index("--world-size") + 1] if "--world-size" in arguments else ""
     stem = "collectives" if "," in op else op
     path = harness.default_path(f"{stem}-w{world}" if op not in ALONE else stem)

@@ -5,7 +5,7 @@
 
 Reads standard input where no file is named. There is a table for each number of ranks, operation
 and type. It shows the plan's own number of blocks and size of regions; --cuts shows the others as
-well. Needs only the standard library.
+well.
 """
 
 from __future__ import annotations
@@ -16,57 +16,44 @@ import json
 import sys
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
 
-Point = dict[str, Any]
-CUT = "blocks, vectors per thread"
-TIMES = ("predicted, µs", "p50, µs", "p50 / predicted", "p99, µs")
-HEADINGS = ("size", "path", CUT, *TIMES, "% of a copy", "wrong")
+from cells import Columns, Record, grid_of
+
+from ringcomm.screen import byte_count
 
 
-def size_text(num_bytes: int) -> str:
-    """``64 KiB``."""
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit and num_bytes % unit == 0:
-            return f"{num_bytes // unit} {name}"
-    return f"{num_bytes} B"
+def cut_of(point: Record) -> str:
+    """How a call is cut into blocks; a copy is not."""
+    return f"{point['blocks']}, {point['held_vectors']} vectors" if point["blocks"] else ""
 
 
-def cells(point: Point) -> list[str]:
-    """A row, under HEADINGS."""
-    cut = str(point["blocks"] or "")
-    cut += f", {point['held_vectors']} vectors" if point["blocks"] else ""
-    measured, predicted = point["p50_us"], point["predicted_us"]
-    return [
-        size_text(point["bytes"]),
-        point["path"],
-        cut,
-        f"{predicted:.1f}",
-        f"{measured:.1f}",
-        f"{measured / predicted:.2f}",
-        f"{point['p99_us']:.1f}",
-        f"{100 * point['copy_share']:.0f}",
-        str(point["num_wrong"]),
-    ]
+COLUMNS: Columns = (
+    ("size", lambda p: byte_count(p["bytes"])),
+    "path",
+    ("blocks, vectors per thread", cut_of),
+    ("predicted, µs", lambda p: f"{p['predicted_us']:.1f}"),
+    ("p50, µs", lambda p: f"{p['p50_us']:.1f}"),
+    ("p50 / predicted", lambda p: f"{p['p50_us'] / p['predicted_us']:.2f}"),
+    ("p99, µs", lambda p: f"{p['p99_us']:.1f}"),
+    ("% of a copy", lambda p: f"{100 * p['copy_share']:.0f}"),
+    ("wrong", lambda p: str(p["num_wrong"])),
+)
 
 
-def table_of(point: Point) -> tuple[int, str, str]:
+def table_of(point: Record) -> tuple[int, str, str]:
     """What the points of a table have in common."""
     return point["ranks"], point["op"], point["dtype"]
 
 
-def tables(points: Iterable[Point], has_cuts: bool) -> list[str]:
+def tables(points: Iterable[Record], has_cuts: bool) -> list[str]:
     """The lines of all tables."""
     shown = [p for p in points if p["op"] != "where" and (has_cuts or p["is_plan"])]
     lines = []
     for (ranks, op, dtype), rows in groupby(sorted(shown, key=table_of), table_of):
-        lines += [f"**{op}, {ranks} ranks, {dtype}**", "", "| " + " | ".join(HEADINGS) + " |"]
-        lines.append("|---:|---|---" + "|---:" * (len(HEADINGS) - 3) + "|")
         in_order = sorted(
             rows, key=lambda p: (p["bytes"], p["path"], p["held_vectors"], not p["is_plan"])
         )
-        lines += ["| " + " | ".join(cells(point)) + " |" for point in in_order]
-        lines.append("")
+        lines += [f"**{op}, {ranks} ranks, {dtype}**", *grid_of(COLUMNS, 3, in_order), ""]
     return lines
 
 

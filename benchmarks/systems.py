@@ -14,11 +14,15 @@ from typing import Any
 import front_door
 import torch.distributed as dist
 from cells import BUSY, Record, inverse
+from cores import machine_of
 from gradient_watch import GradientWatch
 from harness import Bench, Options, Program
 from layouts import system_columns
+from operations import RINGCOMM
+from predictions import BACKWARD, NEW_MEMORY, UPDATE, calibration, measured
 from report import Report, records_of, table_of
-from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name
+from trainees import FAKE, Trainee
+from workload import DEFAULT, SYSTEMS, System, Workload, parse_name
 
 from ringcomm.backend import stats
 from ringcomm.measure.ranks import Team
@@ -31,9 +35,6 @@ from ringcomm.measure.timing import (
     percentiles,
 )
 
-BACKWARD = "backward alone"
-# Characters of the table with --all, if it is not written to a terminal.
-ALL_COLUMNS = 200
 # Steps whose losses are compared with one process's, which sees all rows.
 CHECKED_STEPS = 4
 TOLERANCE = 1e-4
@@ -57,7 +58,7 @@ def _train_checked(
     kind, backend = parse_name(name)
     system = SYSTEMS[kind]
     model = systems.model()
-    num_params = sum(param.numel() for param in model.parameters())
+    plan = systems.plan(kind)
     watch = GradientWatch(model)
     trainee = system.make(model, groups[backend])
     watch.optimizer = getattr(trainee, "optimizer", None)
@@ -65,6 +66,7 @@ def _train_checked(
     for step in range(CHECKED_STEPS):
         before = _sent_bytes()
         mine = trainee.backward(systems.ids_for(system, step, team.rank))
+        watch.look()
         held = max(held, trainee.grad_bytes())
         trainee.update()
         sent = _sent_bytes() - before
@@ -84,7 +86,7 @@ def _train_checked(
         "state_bytes": states,
         # The ranks' mean: shards differ by an element.
         "sent_bytes": sum(rank[3] for rank in by_rank) / team.world_size if is_counted else None,
-        "formula_bytes": system.formula_bytes(systems, num_params),
+        "formula_bytes": plan and plan.traffic.sent,
         "wrong_elems": 0 if backend == FAKE else wrong,
     }
 
@@ -101,13 +103,30 @@ def run_rank(bench: Bench, options: Options) -> None:
         trainee, found[name] = _train_checked(systems, team, groups, name)
         ids = systems.ids_for(SYSTEMS[parse_name(name)[0]], 0, team.rank)
         contenders[name] = Contender(partial(trainee.step, ids), dist.barrier)
-    contenders[BACKWARD] = Contender(systems.backward_alone(), dist.barrier)
-    timings, weather = bench.watch.calmest(
+    calls = {BACKWARD: systems.backward_alone(), **(calibration(systems) if options.tuning else {})}
+    contenders |= {name: Contender(call, dist.barrier) for name, call in calls.items()}
+    timings, conditions = bench.watch.calmest(
         partial(measure, team, contenders, options.seconds), options.repeats
     )
     if timings is not None:
+        predicted = _predicted(options, timings) if options.tuning else {}
         records = _records(systems.names[0], timings, found)
-        team.report([record | weather.record() for record in records])
+        team.report([r | predicted.get(r["system"], {}) | conditions for r in records])
+
+
+def _predicted(options: Options, timings: dict[str, Timings]) -> dict[str, dict[str, float]]:
+    """The planner's times by system, of those that it can plan, and how the others compare."""
+    systems: Workload = options.workload
+    hardware = measured(systems, timings, options.machine)
+    for name in (UPDATE, NEW_MEMORY):
+        del timings[name]
+    predicted = {}
+    for name in SYSTEMS.keys() & timings.keys():
+        if plan := systems.plan(name, hardware):
+            step_us = plan.time.step * 1e6
+            over = timings[name].summary_us()["p50_us"] / step_us
+            predicted[name] = {"predicted_us": step_us, "measured_over_predicted": over}
+    return predicted
 
 
 def _records(
@@ -158,10 +177,13 @@ def _over(names: list[str], backends: list[str]) -> list[str]:
 
 def check(options: Options) -> None:
     """Raises ValueError naming an invalid option; completes what is measured."""
+    if options.tuning and options.world_size == 1:
+        raise ValueError("--tuning: the planner has plans for two ranks and more")
     given = {name: getattr(options, name) for name in ("world_size", "width", "rows", "tokens")}
     chosen = _over(options.systems or DEFAULT, options.over)
     options.workload = Workload(**given, names=chosen, num_layers=options.layers)
     options.workload.check()
+    options.machine = machine_of(options)
     options.num_params = sum(param.numel() for param in options.workload.model().parameters())
     if options.plot:
         from plot import check_picture
@@ -171,8 +193,6 @@ def check(options: Options) -> None:
 
 def measure_all(options: Options, report: Report) -> None:
     """All systems in one set of ranks; draws them."""
-    if options.all and not report.console.is_terminal:
-        report.console.width = ALL_COLUMNS
     PROGRAM.run_worlds(options, report)
     if options.plot and report.records:
         from plot import draw_systems

@@ -31,11 +31,8 @@ from ringcomm.screen import counted
 Point = tuple[Any, ...]
 SHOWN_WORLDS = (2, 4)
 SHOWN_BYTES = (0, *byte_counts(DEFAULT_SIZES))
-# Kinds of which the page shows all worlds and types.
-SHOWN_WHOLE = (
-    *("cross_entropy", "inference", "lomo", "systems", "offload", "tensor_parallel"),
-    *("pipeline", "planner", "libraries", "deaths"),
-)
+# Kinds of which the page shows some worlds and types.
+NARROWED = ("collective", "fused_update", "hosts")
 
 
 def newest(records: list[Record], layout: Layout) -> list[Run]:
@@ -68,10 +65,10 @@ def machine_of(record: Record) -> Point:
 
 
 def _is_usual(record: Record) -> bool:
-    """Whether type, size and number of ranks are what the page shows; some kinds do not say."""
-    return record["kind"] in SHOWN_WHOLE or (
-        record.get("world_size") in SHOWN_WORLDS
-        and record.get("dtype", "float32") == "float32"
+    """Whether type, size and number of ranks are what the page shows."""
+    return record["kind"] not in NARROWED or (
+        record["world_size"] in SHOWN_WORLDS
+        and record["dtype"] == "float32"
         and (record["kind"] != "collective" or record["bytes"] in SHOWN_BYTES)
     )
 
@@ -126,7 +123,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     records = read_results(options.files)
     if options.kind:
-        found = tables(records, LAYOUTS[options.kind])
+        layout = LAYOUTS[options.kind]
+        own = [record for record in records if record["kind"] == layout.kind]
+        found = tables([r for r in own if not layout.name or layout.is_shown(r)], layout)
     else:
         shown = page_tables(records)
         found = [f"## {LAYOUTS[name].title}\n\n{text}" for name, text in shown.items()]

@@ -1,4 +1,4 @@
-"""The systems that `ringcomm bench systems` compares, made from a model and a group."""
+"""Makes a model and a group a way to train: one rank's model, its calls and its optimizer."""
 
 # DDP looks at the annotations of its hooks: no annotations from the future in this file.
 
@@ -6,39 +6,31 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from decoder import (
-    HEAD_WIDTH,
-    config_of,
-    make_pipeline,
-    pipeline_bytes,
-    split_bytes,
-    split_layers,
-)
+from decoder import by_dtensor, send_nothing, split_layers
 from gradient_watch import gradients_of, live_bytes, states_of
 from model import Llama
-from operations import RINGCOMM
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.optim import Lomo
-from ringcomm.parallel import ParameterServer, offload, zero
+from ringcomm import ops
+from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
+from ringcomm.parallel import ParameterServer, offload, pipeline, zero
 from ringcomm.parallel.model.cut import find_shards
 from ringcomm.parallel.model.units import default_units
 
-GLOO = "gloo"
 FAKE = "fake"  # torch's backend that moves nothing: a step without communication
 
-# Learning rates of AdamW and LOMO.
-ADAMW, LOMO = 1e-3, 0.1
-# What a rank sends in a step, of a workload and its number of weights.
-Formula = Callable[["Workload", int], float]
+# Learning rates of AdamW, of LOMO and SGD, and of AdaLomo.
+ADAMW, LOMO, ADALOMO = 1e-3, 0.1, 0.01
+CLIP_NORM = 0.5
 
 
 @dataclass
@@ -58,7 +50,10 @@ class Trainee:
     def backward(self, ids: Tensor) -> float:
         """The first half of a step; the loss."""
         loss = self.call(ids[:, :-1], ids[:, 1:])
-        loss.backward()
+        if isinstance(self.optimizer, InBackwardOptimizer):
+            self.optimizer.backward(loss)  # twice, where it clips in two passes
+        else:
+            loss.backward()
         return float(loss.detach())
 
     def update(self) -> None:
@@ -90,59 +85,78 @@ class Trainee:
         return live_bytes(v for state in states for v in state.values() if isinstance(v, Tensor))
 
 
-@dataclass(frozen=True)
-class System:
-    """A way to train on several ranks.
-
-    Attributes:
-        make: from a model and its group.
-        formula_bytes: what a rank sends in a step, of a Workload and its number of weights.
-        like: whose losses it has to have.
-        others: supported backends besides ringcomm.
-        is_counted: whether what a rank sends belongs to one step; a server answers when asked.
-        sees_all: whether each rank is given the rows of all.
-    """
-
-    make: Callable[[Llama, dist.ProcessGroup], Trainee]
-    formula_bytes: Formula
-    like: Callable[[Llama], Any] = lambda model: _adamw(model.parameters())
-    others: tuple[str, ...] = ()
-    is_counted: bool = True
-    sees_all: bool = False
+# ---- optimizers
 
 
-def _parts(num: int) -> Formula:
-    """So many (N-1)/N of the weights' bytes."""
-    return lambda systems, num_params: num * (1 - 1 / systems.world_size) * 4 * num_params
-
-
-def _lomo_bytes(num: int) -> Formula:
-    """And once 8 bytes a tensor, by which ranks agree on the gradients that there are."""
-
-    def formula(systems: "Workload", num_params: int) -> float:
-        num_tensors = 9 * systems.num_layers + 3
-        agreement = 2 * (1 - 1 / systems.world_size) * 8 * num_tensors
-        return _parts(num)(systems, num_params) + agreement
-
-    return formula
-
-
-def _offloaded_bytes(systems: "Workload", num_params: int) -> float:
-    """Three parts; and 8 bytes a tensor to each other rank in the backward pass and in step()."""
-    told = 2 * 8 * (systems.world_size - 1) * (9 * systems.num_layers + 3)
-    return _parts(3)(systems, num_params) + told
-
-
-def _adamw(params: Any) -> torch.optim.AdamW:
+def adamw(params: Any) -> torch.optim.AdamW:
+    """torch's, in one pass over memory."""
     return torch.optim.AdamW(params, ADAMW, fused=True)
 
 
-def _like_muon(model: Llama) -> Any:
-    return _Several(_muon_and_adamw(model))
+def adamw_of(model: Llama) -> torch.optim.AdamW:
+    """For all weights of a model."""
+    return adamw(model.parameters())
 
 
-def _sgd(model: Llama) -> torch.optim.SGD:
+def sgd_of(model: Llama) -> torch.optim.SGD:
+    """torch's, which LOMO's losses are those of."""
     return torch.optim.SGD(model.parameters(), LOMO)
+
+
+class _ClippedSGD(torch.optim.SGD):
+    """Clips by the norm of all gradients first."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], CLIP_NORM)
+        return super().step(closure)
+
+
+def clipped_sgd_of(model: Llama) -> torch.optim.SGD:
+    """torch's, clipped."""
+    return _ClippedSGD(model.parameters(), LOMO)
+
+
+def adalomo_of(model: Llama, group: Any = "none") -> AdaLomo:
+    """ringcomm's, of one process if there is no group."""
+    return AdaLomo(model, ADALOMO, group=group)
+
+
+def muon_of(model: Llama) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers, and AdamW for the others."""
+    matrices = [param for param in model.layers.parameters() if param.dim() == 2]
+    known = set(matrices)
+    muon = torch.optim.Muon(matrices, ADAMW, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw([param for param in model.parameters() if param not in known])]
+
+
+class Several:
+    """Optimizers that step together, in every process the same."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        """All of them."""
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        """All of them."""
+        for each in self.optimizers:
+            each.zero_grad()
+
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:
+        """Of all of them."""
+        return {key: state for each in self.optimizers for key, state in each.state.items()}
+
+
+def both_of(model: Llama) -> Several:
+    """Muon's, as one optimizer."""
+    return Several(muon_of(model))
+
+
+# ---- ways to train: by torch
 
 
 def _average_now(
@@ -168,11 +182,19 @@ def _replica(
     return replica
 
 
-def _ddp(model: Llama, group: dist.ProcessGroup, *, blocks: bool = False) -> Trainee:
-    return Trainee(model, _replica(model, group, blocks=blocks), _adamw(model.parameters()))
+def ddp(
+    model: Llama,
+    group: dist.ProcessGroup,
+    optimizer_of: Callable[[Llama], Any] = adamw_of,
+    *,
+    blocks: bool = False,
+) -> Trainee:
+    """A replica, with an optimizer of its own."""
+    return Trainee(model, _replica(model, group, blocks=blocks), optimizer_of(model))
 
 
-def _torch_zero1(model: Llama, group: dist.ProcessGroup) -> Trainee:
+def torch_zero1(model: Llama, group: dist.ProcessGroup) -> Trainee:
+    """torch's optimizer for shards of the states."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     how: Any = {"optimizer_class": torch.optim.AdamW, "lr": ADAMW, "fused": True}
@@ -180,66 +202,51 @@ def _torch_zero1(model: Llama, group: dist.ProcessGroup) -> Trainee:
     return Trainee(model, _replica(model, group), optimizer)
 
 
-def _zero(stage: int, model: Llama, group: dist.ProcessGroup) -> Trainee:
-    optimizer = zero.shard(model, _adamw(model.parameters()), stage, group=group)
+class ByDTensor(Trainee):
+    """torch's tensor parallelism, with inputs of layers joined to one all_reduce, or not."""
+
+    def __init__(self, model: Llama, group: dist.ProcessGroup, *, joins_inputs: bool) -> None:
+        by_dtensor(model, group, joins_inputs=joins_inputs)
+        kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for param in model.parameters():
+            kinds[isinstance(param, DTensor)].append(param)
+        # One pass over memory takes tensors of one kind.
+        super().__init__(model, model, Several([adamw(params) for params in kinds.values()]))
+
+    def backward(self, ids: Tensor) -> float:
+        """With the loss over shards of the classes."""
+        with loss_parallel():
+            loss: Any = self.call(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+        return float(loss.full_tensor().detach())
+
+
+# ---- ways to train: by ringcomm
+
+
+def sharded(
+    model: Llama,
+    group: dist.ProcessGroup,
+    stage: int,
+    optimizer_of: Callable[[Llama], Any] = adamw_of,
+) -> Trainee:
+    """A stage of ZeRO."""
+    optimizer = zero.shard(model, optimizer_of(model), stage, group=group)
     return Trainee(model, model, optimizer)
 
 
-class _Several:
-    """Optimizers that step together, in every process the same."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    def step(self) -> None:
-        """All of them."""
-        for each in self.optimizers:
-            each.step()
-
-    def zero_grad(self) -> None:
-        """All of them."""
-        for each in self.optimizers:
-            each.zero_grad()
-
-    @property
-    def state(self) -> dict[Any, dict[str, Any]]:
-        """Of all of them."""
-        return {key: state for each in self.optimizers for key, state in each.state.items()}
-
-
-def _muon_and_adamw(model: Llama) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of layers."""
-    matrices = [param for param in model.layers.parameters() if param.dim() == 2]
-    known = set(matrices)
-    muon = torch.optim.Muon(matrices, ADAMW, adjust_lr_fn="match_rms_adamw")
-    return [muon, _adamw([param for param in model.parameters() if param not in known])]
-
-
-def _muon(stage: int, model: Llama, group: dist.ProcessGroup) -> Trainee:
-    if stage == 0:
-        return Trainee(model, _replica(model, group), _Several(_muon_and_adamw(model)))
-    return Trainee(model, model, zero.shard(model, _muon_and_adamw(model), stage, group=group))
-
-
-def _muon_bytes(systems: "Workload", num_params: int) -> float:
-    """Stage 3's; and each matrix, its gradient and its new values between its owner and others."""
-    num = systems.world_size
-    matrices = (4 + 3 * 11 / 4) * systems.width**2 * systems.num_layers
-    return _parts(3)(systems, num_params) + 3 * (num - 1) / num**2 * 4 * matrices
-
-
-def _offloaded(model: Llama, group: dist.ProcessGroup) -> Trainee:
+def offloaded(model: Llama, group: dist.ProcessGroup) -> Trainee:
     """All of it in files, in a folder that goes with the trainee."""
     folder = tempfile.TemporaryDirectory(prefix="bench-systems-")
-    adamw = offload.Offloaded(
+    own = offload.Offloaded(
         torch.optim.AdamW(model.parameters(), ADAMW), to="nvme", path=folder.name
     )
-    optimizer = zero.shard(model, adamw, 3, group=group, offload_weights=True)
+    optimizer = zero.shard(model, own, 3, group=group, offload_weights=True)
     weakref.finalize(optimizer, folder.cleanup)
     return Trainee(model, model, optimizer)
 
 
-class _Served:
+class Served:
     """A parameter server as an optimizer; what a step starts is over at its end."""
 
     def __init__(self, model: Llama, group: dist.ProcessGroup) -> None:
@@ -247,7 +254,7 @@ class _Served:
         self.server = ParameterServer(model, self._make, group=group)
 
     def _make(self, groups: Any) -> torch.optim.Optimizer:
-        self.made.append(_adamw(groups))
+        self.made.append(adamw(groups))
         return self.made[-1]
 
     def step(self) -> None:
@@ -269,27 +276,34 @@ class _Served:
         }
 
 
-def _lomo_on_shards(model: Llama, group: dist.ProcessGroup) -> Trainee:
+def lomo(model: Llama, group: dist.ProcessGroup, **options: Any) -> Trainee:
+    """Updates in the backward pass, with the options of Lomo."""
+    return Trainee(model, model, Lomo(model, LOMO, group=group, **options))
+
+
+def adalomo(model: Llama, group: dist.ProcessGroup) -> Trainee:
+    """AdaLomo's, in the backward pass."""
+    return Trainee(model, model, adalomo_of(model, group))
+
+
+def lomo_on_shards(model: Llama, group: dist.ProcessGroup) -> Trainee:
+    """The same of weights that fully_shard shards."""
     mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
     for unit in [*default_units(model), model]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     return Trainee(model, model, Lomo(model, LOMO))
 
 
-def _tensor(*, shares_tokens: bool) -> System:
-    def make(model: Llama, group: dist.ProcessGroup) -> Trainee:
+def in_parts(model: Llama, group: dist.ProcessGroup, *, shares_tokens: bool = False) -> Trainee:
+    """Tensor parallelism; over the backend that moves nothing, of the classes this rank's alone."""
+    if dist.get_backend(group) != FAKE:
         split_layers(model, group, shares_tokens=shares_tokens)
-        return Trainee(model, model, _adamw(model.parameters()))
-
-    def sent_bytes(systems: "Workload", _: int) -> float:
-        sizes = systems.width, systems.num_layers, systems.num_tokens
-        reduced = split_bytes(*sizes, shares_tokens=shares_tokens)
-        return 2 * (1 - 1 / systems.world_size) * reduced
-
-    return System(make, sent_bytes, others=(GLOO,), sees_all=True)
+        return Trainee(model, model, adamw_of(model))
+    num_classes = send_nothing(model)
+    return Trainee(model, lambda ids, next_ids: model(ids, next_ids % num_classes), adamw_of(model))
 
 
-class _Pipeline(Trainee):
+class Piped(Trainee):
     """A stage, whose backward pass is the pipeline's."""
 
     def __init__(self, model: Llama, group: dist.ProcessGroup) -> None:
@@ -303,128 +317,9 @@ class _Pipeline(Trainee):
             most = 2 * self.group.size()
             num = max(n for n in range(1, most + 1) if ids.shape[0] % n == 0)
             model: Any = self.model
-            self.pipe = make_pipeline(model, self.group, num)
+            self.pipe = pipeline.Pipeline(
+                model.blocks(), ops.cross_entropy, "1f1b", num, group=self.group
+            )
             self.model = self.pipe.module
-            self.optimizer = _adamw(self.pipe.parameters())
+            self.optimizer = adamw(self.pipe.parameters())
         return float(self.pipe.step(ids[:, :-1], ids[:, 1:]))
-
-
-# Parts of a model check what the others send, so that nothing moves no result for them.
-_PORTABLE = (GLOO, FAKE)
-SYSTEMS: dict[str, System] = {
-    "ddp": System(_ddp, _parts(2), others=_PORTABLE),
-    "ddp blocking": System(partial(_ddp, blocks=True), _parts(2), others=_PORTABLE),
-    "torch's zero-1": System(_torch_zero1, _parts(3), others=_PORTABLE),
-    "zero-1": System(partial(_zero, 1), _parts(2), others=_PORTABLE),
-    "zero-2": System(partial(_zero, 2), _parts(2), others=_PORTABLE),
-    "zero-3": System(partial(_zero, 3), _parts(3), others=_PORTABLE),
-    "muon ddp": System(partial(_muon, 0), _parts(2), like=_like_muon, others=_PORTABLE),
-    "muon zero-1": System(partial(_muon, 1), _parts(2), like=_like_muon, others=_PORTABLE),
-    "muon zero-2": System(partial(_muon, 2), _parts(2), like=_like_muon, others=_PORTABLE),
-    "muon zero-3": System(partial(_muon, 3), _muon_bytes, like=_like_muon, others=_PORTABLE),
-    "zero-3 in files": System(_offloaded, _offloaded_bytes),
-    "parameter server": System(
-        lambda m, group: Trainee(m, m, _Served(m, group)), _parts(2), is_counted=False
-    ),
-    "lomo": System(
-        lambda m, group: Trainee(m, m, Lomo(m, LOMO, group=group)),
-        _lomo_bytes(2),
-        like=_sgd,
-        others=_PORTABLE,
-    ),
-    "lomo on shards": System(_lomo_on_shards, _lomo_bytes(3), like=_sgd, others=_PORTABLE),
-    "tensor": _tensor(shares_tokens=False),
-    "tensor, tokens shared": _tensor(shares_tokens=True),
-    "pipeline": System(
-        _Pipeline,
-        lambda systems, _: pipeline_bytes(systems.width, systems.num_tokens, systems.world_size),
-        others=(GLOO,),
-        sees_all=True,
-    ),
-}
-# What is measured unless something else is asked for: all over ringcomm, and torch's over Gloo.
-# Not Muon: without AVX-512 a product of bfloat16 matrices takes 30 to 70 times as long as one of
-# float32, and a step takes seconds.
-DEFAULT = [name for name in SYSTEMS if name != "ddp blocking" and not name.startswith("muon")]
-DEFAULT.insert(2, f"torch's zero-1 on {GLOO}")
-
-
-def parse_name(name: str) -> tuple[str, str]:
-    """``"ddp on gloo"`` as system and backend; without one over ringcomm. Raises ValueError."""
-    if name in SYSTEMS:
-        return name, RINGCOMM
-    system, _, backend = name.rpartition(" on ")
-    if system not in SYSTEMS:
-        raise ValueError(f"--systems must be some of {'; '.join(SYSTEMS)}, got {name!r}")
-    if backend not in SYSTEMS[system].others:
-        others = " and ".join(SYSTEMS[system].others) or "ringcomm alone"
-        raise ValueError(f"--systems: {system} runs with {others} only, got {backend!r}")
-    return system, backend
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The Llama that all systems train, and each rank's batch of rows × tokens.
-
-    Attributes:
-        names: systems, over ringcomm or "SYSTEM on BACKEND"; others are compared with the first.
-    """
-
-    names: list[str]
-    world_size: int
-    width: int
-    num_layers: int
-    rows: int
-    tokens: int
-
-    def check(self) -> None:
-        """Raises ValueError naming an invalid option."""
-        if not self.names:
-            raise ValueError(f"--systems must be some of {'; '.join(SYSTEMS)}, got none")
-        systems = [parse_name(name)[0] for name in self.names]
-        if min(self.world_size, self.num_layers, self.rows, self.tokens) < 1:
-            raise ValueError("needs at least one rank, one layer, one row and one token")
-        if self.width < HEAD_WIDTH or self.width % HEAD_WIDTH:
-            raise ValueError(f"--width must be a multiple of {HEAD_WIDTH}, got {self.width}")
-        num, in_parts = self.world_size, [n for n in systems if n.startswith("tensor")]
-        if in_parts and (self.width // HEAD_WIDTH < num or self.tokens % num):
-            raise ValueError(
-                f"{' and '.join(in_parts)} need a head of {HEAD_WIDTH} features for each of {num}"
-                f" ranks, and a number of tokens that is a multiple of {num}: change --width,"
-                " --tokens or --systems"
-            )
-        if "pipeline" in systems and self.num_layers + 3 < num:
-            raise ValueError(
-                f"{self.num_layers} layers are too few for {num} pipeline stages, one for each rank"
-            )
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all ranks, in a step."""
-        return self.world_size * self.rows * self.tokens
-
-    def model(self) -> Llama:
-        """The same on every rank."""
-        return Llama(config_of(self.width, self.num_layers))
-
-    def ids(self, step: int) -> Tensor:
-        """All ranks' rows of a step."""
-        generator = torch.Generator().manual_seed(step)
-        return torch.randint(
-            256, [self.world_size * self.rows, self.tokens + 1], generator=generator
-        )
-
-    def ids_for(self, system: System, step: int, rank: int) -> Tensor:
-        """The ids of a rank."""
-        ids = self.ids(step)
-        return ids if system.sees_all else ids[rank * self.rows : (rank + 1) * self.rows]
-
-    def backward_alone(self) -> Callable[[], None]:
-        """A call that makes forward and backward passes of a rank's rows, and nothing else."""
-        model, ids = self.model(), self.ids(0)[: self.rows]
-
-        def call() -> None:
-            model(ids[:, :-1], ids[:, 1:]).backward()
-            model.zero_grad()
-
-        return call

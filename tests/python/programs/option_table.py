@@ -137,7 +137,8 @@ FORMS: list[tuple[str, str, str]] = [
     (
         "bench systems",
         SYSTEMS_OF,
-        "seconds repeats world-size systems over width layers rows tokens all plot html json",
+        "seconds repeats world-size systems over width layers rows tokens tuning all plot"
+        " html json",
     ),
     (
         "bench cores",
