@@ -165,7 +165,7 @@ def _of_libraries(run: Run) -> str:
         f" the time over that of {subject} in the same run: the median and the range of the runs."
         " A call's time is that of a block of calls on its slowest rank, over the calls."
         " `torch alone` is the call over a backend that moves nothing, the part that is torch's"
-        " own:"
+        " own, `torch copy` each rank's copy of as many bytes:"
     )
 
 

@@ -8,7 +8,7 @@ PYTHON is of an environment with mpi4py and an MPI, whose mpiexec is beside it; 
 its own, in random order with the others. FILE is a project's shared-memory operators, compiled
 alone: DeepSpeed's `deepspeed_shm_comm` extension, or a library that registers vLLM's
 `torch.ops._C.shm_allreduce`. all_reduce is in place. "torch alone" is the call over torch's backend
-that moves nothing: the part of a call that is torch's own.
+that moves nothing: the part of a call that is torch's own. "torch copy" is a copy by each rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ringcomm.measure.ranks import Team, joined_world_size, mpi_world_size
 from ringcomm.measure.timing import Contender
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
-OPS, ALONE = "ringcomm.ops", "torch alone"
+OPS, ALONE, COPY = "ringcomm.ops", "torch alone", "torch copy"
 # By the name of a way, the backend of its group of torch.distributed.
 OVER_TORCH = {"torch.distributed over ringcomm": "ringcomm", ALONE: "fake", "Gloo": "gloo"}
 # With an input and an output of their own.
@@ -109,6 +109,7 @@ def calls_of(op: str, groups: dict[str, Any], x: Buffers) -> Calls:
         over_torch = partial(APART[op], x.output, x.input)
     for way, name in OVER_TORCH.items():
         calls[way] = partial(over_torch, group=groups[name])
+    calls[COPY] = partial(torch.empty_like(x.output).copy_, x.output)
     if mpi := groups.get(MPI):
         source = mpi.in_place if op == "all_reduce" else x.input_array
         calls[mpi_name(mpi.version)] = partial(getattr(mpi, op), source, x.output_array)
@@ -132,7 +133,7 @@ def run_rank(bench: Bench, options: Options) -> None:
         if op == "all_reduce":
             calls |= {name: partial(reduce, x.output) for name, reduce in operators.items()}
         wrong = {
-            way: 0 if way == ALONE else sum(team.share(operation.verify(call, x, team)))
+            way: 0 if way in (ALONE, COPY) else sum(team.share(operation.verify(call, x, team)))
             for way, call in calls.items()
         }
         x.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from cells import CHECKOUT, RECORDS_FOLDER, RESULTS, Columns, Record, column_of,
 from html_report import write_html
 from rich.console import Console
 from rich.table import Table
+from torch.utils import collect_env
 
 import ringcomm
 from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError
@@ -23,6 +25,10 @@ from ringcomm.measure.machine import identity, rounded, utc_now, variables
 from ringcomm.measure.timing import Timings
 
 GIT_TIMEOUT_S = 60.0
+CPU_FACTS = (
+    *("Thread(s) per core", "Socket(s)", "NUMA node(s)", "Hypervisor vendor"),
+    *("L1d cache", "L2 cache", "L3 cache"),
+)
 # Columns of a table that is not written to a terminal.
 FILE_COLUMNS = 200
 TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "system", "type", "mode", "redop")
@@ -56,12 +62,19 @@ def _commit_facts() -> dict[str, Any]:
     }
 
 
+def _cpu() -> dict[str, str]:
+    """What a CPU's times depend on besides its model, in lscpu's words, as far as it is there."""
+    lines = collect_env.get_cpu_info(collect_env.run) or ""
+    found = dict(re.findall(r"^([^:\n]+): +(.+)$", lines, re.M))
+    return {name: found[name] for name in CPU_FACTS if name in found}
+
+
 def facts() -> dict[str, Any]:
     """What every record begins with. `date` is the run's, `dirty` leaves the records out."""
     return {
         "date": utc_now().isoformat(),
         **_commit_facts(),
-        "machine": identity(),
+        "machine": {**identity(), "lscpu": _cpu()},
         "torch": torch.__version__,
         "ringcomm": ringcomm.__version__,
         "python": platform.python_version(),
