@@ -28,7 +28,6 @@
 
 #include "children.h"
 #include "collectives/failure.h"
-#include "collectives/long_waits.h"
 #include "collectives/recorder.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
@@ -36,7 +35,6 @@
 #include "host/group.h"
 #include "host/rank_record.h"
 #include "host/rendezvous.h"
-#include "host/segment_layout.h"
 #include "host/shared_arena.h"
 #include "host/shared_memory.h"
 #include "host/threads.h"
