@@ -2,10 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/Stream.h>
 
 #include <chrono>
-#include <map>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -13,7 +11,7 @@
 #include "bindings/tensors.h"
 #include "collectives/call.h"
 #include "host/wait.h"
-#include "transport/messenger.h"
+#include "transport/transport.h"
 
 namespace ringcomm {
 
@@ -72,8 +70,6 @@ class Devices {
   virtual void connect(c10::Device device) = 0;
   /// The algorithm that a call gets there.
   virtual Algorithm algorithm_of(Collective call, c10::Device device) = 0;
-  /// A readable description of the transport of each device.
-  virtual std::map<std::string, std::string> transports() = 0;
 
   /// Maps a buffer of each rank on all ranks; null where a rank has none. Collective over the
   /// group. Returns whether all are mapped. Throws NotImplementedError where ranks share no memory.
@@ -99,6 +95,12 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(const std::string& name,
                                                        const GroupOptions& options,
                                                        const LookForRanks& look,
                                                        const std::string& purpose);
+/// That of the group's tensors on a device. A rank that cannot arrive ends the group. Throws Error,
+/// and ValueError if no backend supports the device.
+c10::intrusive_ptr<c10d::Backend> make_device_backend(c10::Device device,
+                                                      const c10::intrusive_ptr<c10d::Store>& store,
+                                                      Communicator& communicator,
+                                                      const GroupOptions& options);
 
 /// Makes a group's Devices.
 using MakeDevices = std::shared_ptr<Devices> (*)(c10::intrusive_ptr<c10d::Store> store,

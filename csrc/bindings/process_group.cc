@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -209,11 +210,6 @@ std::shared_ptr<Devices> ProcessGroupRingcomm::devices() const {
   TORCH_CHECK_VALUE(communicator_ != nullptr, kDestroyed);
   TORCH_CHECK_VALUE(devices_ != nullptr, kNoDevices);
   return devices_;
-}
-
-std::map<std::string, std::string> ProcessGroupRingcomm::device_transports() {
-  if (make_devices == nullptr) return {};
-  return devices()->transports();
 }
 
 void ProcessGroupRingcomm::abort() { abort("the process group was aborted"); }
