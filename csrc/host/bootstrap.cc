@@ -385,14 +385,9 @@ void Bootstrap::accept_all() noexcept {
 
 // With the lock held. Who watches this process may wait for its answer at a new connection.
 void Bootstrap::set_refusal(const std::string& why) {
-  if (why == refusal_) return;
-  refusal_ = why;
+  if (why == refusal()) return;
+  refusal_.keep(why);
   notify_watchers(kRefusalMessage + why);
-}
-
-std::string Bootstrap::refusal() {
-  const std::lock_guard lock(mutex_);
-  return refusal_;
 }
 
 // Throws Refused if the process at `address` says to who watches it that it accepts nobody.
