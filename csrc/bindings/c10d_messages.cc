@@ -184,4 +184,36 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(const std::string& name,
   }
 }
 
+c10::intrusive_ptr<c10d::Backend> make_device_backend(c10::Device device,
+                                                      const c10::intrusive_ptr<c10d::Store>& store,
+                                                      Communicator& communicator,
+                                                      const GroupOptions& options) {
+  const int size = communicator.world_size();
+  const std::string purpose = "tensors on " + device.str();
+  WaitGuard guard(
+      {.timeout = std::min(options.timeout, kLongestTimeout), .is_interrupted = is_interrupted});
+  const LookForRanks look = [&](const std::vector<int>& missing) {
+    const Activity activity{
+        .op = "init", .description = "connecting " + purpose, .timeout = options.timeout};
+    for (int rank = 0; rank < size; ++rank)
+      if (communicator.group_state()->has_died(rank))
+        communicator.failure().raise_stopped(WaitStatus::kPeerDied, rank, activity);
+    if (const WaitStatus status = guard.check(); status != WaitStatus::kNone)
+      communicator.failure().raise_stopped(status, missing.front(), activity);
+  };
+  const py::gil_scoped_acquire acquired;
+  std::string name;
+  try {
+    name = py::module_::import("ringcomm.message_backend")
+               .attr("for_device")(options.engine.message_backend,
+                                   c10::DeviceTypeName(device.type(), /*lower_case=*/true))
+               .cast<std::string>();
+  } catch (const py::error_already_set& error) {
+    TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), py::str(error.value()).cast<std::string>());
+    throw;
+  }
+  return make_message_backend(name, store, communicator.group_state()->key(), communicator.rank(),
+                              size, options, look, purpose);
+}
+
 }  // namespace ringcomm

@@ -1,13 +1,11 @@
 // c10d's collectives but all_reduce and barrier: checks of what users pass, and the engine's calls.
 
-#include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
 
 #include "bindings/process_group.h"
 #include "collectives/call.h"
-#include "core/chunk_layout.h"
 
 namespace ringcomm {
 namespace {

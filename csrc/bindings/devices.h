@@ -2,10 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/Stream.h>
 
 #include <chrono>
-#include <map>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -13,7 +11,7 @@
 #include "bindings/tensors.h"
 #include "collectives/call.h"
 #include "host/wait.h"
-#include "transport/messenger.h"
+#include "transport/transport.h"
 
 namespace ringcomm {
 
@@ -68,12 +66,11 @@ class Devices {
   virtual void run_at_once(c10::Device device, const Collective& call, Tensors tensors) = 0;
   /// Enqueues messages of one device of which none waits for another.
   virtual WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) = 0;
-  /// Makes what carries the tensors of a device. The first call is collective over the group.
-  virtual void connect(c10::Device device) = 0;
+  /// Makes what carries the tensors of a device; returns whether ranks access each other's memory
+  /// there. The first call is collective over the group.
+  virtual bool connect(c10::Device device) = 0;
   /// The algorithm that a call gets there.
   virtual Algorithm algorithm_of(Collective call, c10::Device device) = 0;
-  /// A readable description of the transport of each device.
-  virtual std::map<std::string, std::string> transports() = 0;
 
   /// Maps a buffer of each rank on all ranks; null where a rank has none. Collective over the
   /// group. Returns whether all are mapped. Throws NotImplementedError where ranks share no memory.
@@ -99,6 +96,12 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(const std::string& name,
                                                        const GroupOptions& options,
                                                        const LookForRanks& look,
                                                        const std::string& purpose);
+/// That of the group's tensors on a device. A rank that cannot arrive ends the group. Throws Error,
+/// and ValueError if no backend supports the device.
+c10::intrusive_ptr<c10d::Backend> make_device_backend(c10::Device device,
+                                                      const c10::intrusive_ptr<c10d::Store>& store,
+                                                      Communicator& communicator,
+                                                      const GroupOptions& options);
 
 /// Makes a group's Devices.
 using MakeDevices = std::shared_ptr<Devices> (*)(c10::intrusive_ptr<c10d::Store> store,

@@ -11,7 +11,6 @@
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
 #include "collectives/call.h"
-#include "collectives/long_waits.h"
 #include "collectives/trace.h"
 #include "host/bootstrap.h"
 #include "host/group.h"
@@ -247,11 +246,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](const BackendPtr& backend) { return engine_of(backend)->transport_description(); });
   m.def("mapped_bytes",
         [](const BackendPtr& backend) { return engine_of(backend)->mapped_bytes(); });
-  m.def("most_ranks_per_core", &host::CoreShare::most_ranks_per_core);
   m.def(
-      "device_transports",
-      [](const BackendPtr& backend) { return process_group_of(backend).device_transports(); },
+      "shares_memory",
+      [](const BackendPtr& backend, const at::Device& device) {
+        return process_group_of(backend).shares_memory(device);
+      },
       without_gil);
+  m.def("most_ranks_per_core", &host::CoreShare::most_ranks_per_core);
   m.def(
       "empty_shared_on",
       [](const BackendPtr& backend, const at::Device& device, const std::vector<int64_t>& sizes,

@@ -64,9 +64,7 @@ recorder::Event ProcessGroupRingcomm::trace_event_of(const CallInfo& info,
                                                      c10::Device device) const {
   const std::shared_ptr<Communicator> engine = communicator();
   const bool is_message = c10d::isP2POp(info.op_type);
-  recorder::Event event{.seq = is_message        ? recorder::kNoSeq
-                               : device.is_cpu() ? engine->next_seq()
-                                                 : engine->next_device_seq(),
+  recorder::Event event{.seq = is_message ? recorder::kNoSeq : engine->next_seq(!device.is_cpu()),
                         .group = engine->recorded_as(),
                         .peer = recorder::rank16(info.peer),
                         .kind = recorder::Kind::kCall,
@@ -113,8 +111,7 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
     name += std::string("/") + name_of(device.is_cpu() ? communicator()->algorithm_of(call)
                                                        : devices()->algorithm_of(call, device));
   }
-  const auto seq = static_cast<std::int64_t>(device.is_cpu() ? communicator()->next_seq()
-                                                             : communicator()->next_device_seq());
+  const auto seq = static_cast<std::int64_t>(communicator()->next_seq(!device.is_cpu()));
   int start_rank = 0, stride = 0;
   c10d::getGlobalRankStartAndStride(options_->global_ranks_in_group, start_rank, stride);
   RINGCOMM_RECORD_COMMS(info.is_async, std::make_tuple(seq, c10d::isP2POp(info.op_type)),

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -211,11 +212,6 @@ std::shared_ptr<Devices> ProcessGroupRingcomm::devices() const {
   return devices_;
 }
 
-std::map<std::string, std::string> ProcessGroupRingcomm::device_transports() {
-  if (make_devices == nullptr) return {};
-  return devices()->transports();
-}
-
 void ProcessGroupRingcomm::abort() { abort("the process group was aborted"); }
 
 void ProcessGroupRingcomm::abort(const std::string& why) {
@@ -279,11 +275,17 @@ void ProcessGroupRingcomm::leave(bool is_asked) {
   });
 }
 
+bool ProcessGroupRingcomm::shares_memory(at::Device device) {
+  bool does = false;
+  with_python_errors([&] { does = devices()->connect(device); });
+  return does;
+}
+
 void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {
   if (device.is_cpu()) return;
   const c10::DeviceGuard guard(device);
   try {
-    with_python_errors([&] { devices()->connect(device); });
+    shares_memory(device);
   } catch (const c10::ValueError&) {
     // No transport supports such tensors; a call with one raises.
   }

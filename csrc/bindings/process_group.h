@@ -80,7 +80,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}  // both sides count from 0
   uint64_t getSequenceNumberForGroup() override {
     const std::shared_ptr<Communicator> engine = communicator();
-    return engine->next_seq() + engine->next_device_seq();
+    return engine->next_seq() + engine->next_seq(true);
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
@@ -141,11 +141,12 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// Makes the transport of the device's tensors. torch calls it on all ranks of a group that is
   /// bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
+  /// Whether its ranks access each other's memory of a device: Devices::connect().
+  bool shares_memory(at::Device device);
   /// A device tensor, and whether all ranks have mapped those of all. Collective; throws like
   /// Devices::map().
   std::pair<at::Tensor, bool> empty_shared_on(c10::Device device, at::IntArrayRef sizes,
                                               at::ScalarType dtype);
-  std::map<std::string, std::string> device_transports();
 
   /// c10d's allreduce into another tensor of the same shape, or in place: every all_reduce of one
   /// tensor is this one. `adjust` may change the engine's call.

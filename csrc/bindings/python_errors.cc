@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "transport/messenger.h"
+#include "transport/transport.h"
 
 namespace py = pybind11;
 

@@ -1,5 +1,4 @@
 #include <ATen/core/ivalue.h>
-#include <c10/core/ScalarType.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 

@@ -51,11 +51,6 @@ void check_overlap(const Collective& call, int rank, int world_size) {
         " and " + name(num_outputs, "output", " of rank ", out) +
         " share memory, but the call is not exactly in place; pass a clone()");
   };
-  if (num_inputs <= 1 || num_outputs <= 1) {
-    for (int in = 0; in < num_inputs; ++in)
-      for (int out = 0; out < num_outputs; ++out) check(in, out);
-    return;
-  }
   // As a rule all outputs are behind all inputs, or before them.
   const auto begin_of = [](const auto* buffers, int num) {
     return static_cast<const std::byte*>(*std::min_element(buffers, buffers + num));
@@ -65,18 +60,12 @@ void check_overlap(const Collective& call, int rank, int world_size) {
     for (int idx = 1; idx < num; ++idx) end = std::max(end, end_of_one(idx));
     return end;
   };
-  if (end_of(num_inputs, end_of_input) <= begin_of(call.outputs, num_outputs) ||
-      end_of(num_outputs, end_of_output) <= begin_of(call.inputs, num_inputs))
+  if (num_inputs > 1 && num_outputs > 1 &&
+      (end_of(num_inputs, end_of_input) <= begin_of(call.outputs, num_outputs) ||
+       end_of(num_outputs, end_of_output) <= begin_of(call.inputs, num_inputs)))
     return;
-  std::vector<int> outputs;  // disjoint, in the order of memory
-  for (int out = 0; out < num_outputs; ++out)
-    if (call.output_shard(out) > 0) outputs.push_back(out);
-  std::ranges::sort(outputs, {}, end_of_output);
-  for (int in = 0; in < num_inputs; ++in) {
-    const auto* begin = static_cast<const std::byte*>(call.inputs[in]);
-    auto out = std::ranges::upper_bound(outputs, begin, {}, end_of_output);
-    for (; out != outputs.end() && call.outputs[*out] < end_of_input(in); ++out) check(in, *out);
-  }
+  for (int in = 0; in < num_inputs; ++in)
+    for (int out = 0; out < num_outputs; ++out) check(in, out);
 }
 
 std::optional<CallPart> part_given(const Collective& call, int rank, int to) {

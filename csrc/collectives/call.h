@@ -288,7 +288,7 @@ struct CommunicatorOptions {
   // This rank's.
   std::string host_id = {};  ///< where it is; empty: found out
   int max_threads = 0;       ///< for its copies and sums; see host::Workers
-  bool log_waits = true;     ///< long waits are written to stderr (long_waits.h)
+  bool log_waits = true;     ///< long waits are written to stderr (recorder::LongWaits)
 
   /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."
   std::string to_text() const;

@@ -1,5 +1,3 @@
-#include "collectives/long_waits.h"
-
 #include <sched.h>
 #include <spawn.h>
 #include <sys/wait.h>

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "collectives/call.h"
-#include "host/peer_event.h"
+#include "host/group_state.h"
 #include "host/ticks.h"
 #include "kernels/common/types.h"
 

@@ -10,10 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <mutex>
-#include <optional>
-#include <set>
 
-#include "collectives/long_waits.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/fd.h"

@@ -2,17 +2,15 @@
 
 #include <cstring>
 #include <stdexcept>
-#include <system_error>
 #include <tuple>
 #include <utility>
 
 #include "collectives/call.h"
 #include "collectives/fused_update.h"
-#include "host/peer_event.h"
 #include "host/rank_record.h"
 #include "host/rendezvous.h"
-#include "transport/messenger.h"
 #include "transport/shm/context.h"
+#include "transport/transport.h"
 
 namespace ringcomm {
 namespace {

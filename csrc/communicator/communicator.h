@@ -49,10 +49,11 @@ class Communicator {
   const CommunicatorOptions& options() const { return options_; }
   Stats& stats() { return stats_; }
   /// The number of the collective that will be called next, though others may be queued before it.
-  std::uint64_t next_seq() const { return queue_.next_number(); }
-  /// The same of issue(): calls on devices are counted apart, because a captured one may be
-  /// replayed on one rank where another rank makes the call.
-  std::uint64_t next_device_seq() const { return num_on_devices_.load(std::memory_order_relaxed); }
+  /// Those of issue(), on devices, are counted apart, because a captured one may be replayed on one
+  /// rank where another rank makes the call.
+  std::uint64_t next_seq(bool is_on_device = false) const {
+    return is_on_device ? num_on_devices_.load(std::memory_order_relaxed) : queue_.next_number();
+  }
   /// The algorithm that a call gets.
   Algorithm algorithm_of(Collective call) const;
   /// A readable description of the transport and the reason for its choice.

@@ -152,19 +152,20 @@ bool Bootstrap::Watch::has_ended(const Events& events) {
         // One that refuses has not ended: its pidfd goes on to tell. Another has taken its name.
         process->is_stranger = !why;
         is_over = !why || !pidfd || events_at(pidfd, events) != 0;
-        process->keep_exit_reason(is_over ? why.value_or("") : "");
-        process->keep_refusal(why.value_or(""));
+        process->exit_reason.keep(printable(is_over ? why.value_or("") : ""));
+        process->refusal.keep(printable(why.value_or("")));
         return socket.reset();
       }
-      if (!process->has_answered.exchange(true)) process->keep_refusal({});
+      if (!process->has_answered.exchange(true)) process->refusal.keep({});
       if (*text == kWatchedMessage && message->fd)
-        process->keep_recorder(message->fd.get());
+        process->recorder.keep(
+            std::make_shared<const SharedMemory>(SharedMemory::of_peer(message->fd.get())));
       else if (*text == kExitMessage)
         process->has_exited = true;
       else if (text->starts_with(kRefusalMessage))
-        process->keep_refusal(text->substr(1));
+        process->refusal.keep(printable(text->substr(1)));
       else if (*text != kWatchedMessage)
-        process->keep_exit_reason(*text);
+        process->exit_reason.keep(printable(*text));
     }
   });
   if (!is_read) std::this_thread::sleep_for(kRetryPause);  // poll() would return at once
@@ -384,14 +385,9 @@ void Bootstrap::accept_all() noexcept {
 
 // With the lock held. Who watches this process may wait for its answer at a new connection.
 void Bootstrap::set_refusal(const std::string& why) {
-  if (why == refusal_) return;
-  refusal_ = why;
+  if (why == refusal()) return;
+  refusal_.keep(why);
   notify_watchers(kRefusalMessage + why);
-}
-
-std::string Bootstrap::refusal() {
-  const std::lock_guard lock(mutex_);
-  return refusal_;
 }
 
 // Throws Refused if the process at `address` says to who watches it that it accepts nobody.

@@ -62,7 +62,7 @@ class Bootstrap {
                                      const std::string& host = {});
 
   /// Why this process accepts no connections now, for messages; empty if it does.
-  std::string refusal();
+  std::string refusal() const { return refusal_(); }
 
   /// Sends `fd` to every process that watches this one from now on (PeerProcess::recorder()), and
   /// calls `look` every few seconds on its thread. Once, before any process watches this one; `fd`
@@ -114,7 +114,7 @@ class Bootstrap {
   std::map<std::string, Watch> watches_;  // by address
   std::vector<Connection> connections_;   // accepted; a watcher's stays as long as this process
   int num_refused_ = 0;                   // connections that the system has, one after another
-  std::string refusal_;
+  Replaced<std::string> refusal_;
   int shared_fd_ = -1;
   std::function<void()> look_;
 };

@@ -99,26 +99,6 @@ std::int64_t start_of_process_ms() {
   return time_ms() - (1000 * since_boot.tv_sec + since_boot.tv_nsec / 1'000'000 - start_ms);
 }
 
-std::string PeerProcess::exit_reason() const {
-  const std::lock_guard lock(mutex_);
-  return exit_reason_;
-}
-
-void PeerProcess::keep_exit_reason(std::string words) {
-  const std::lock_guard lock(mutex_);
-  exit_reason_ = printable(std::move(words));
-}
-
-std::string PeerProcess::refusal() const {
-  const std::lock_guard lock(mutex_);
-  return refusal_;
-}
-
-void PeerProcess::keep_refusal(std::string why) {
-  const std::lock_guard lock(mutex_);
-  refusal_ = printable(std::move(why));
-}
-
 void PeerProcess::end(int pidfd) {
   if (!is_pid_hidden) {
     // Its parent may reap it between the two questions, but not a second time.
@@ -155,17 +135,6 @@ std::string PeerProcess::how_it_ended(const std::string& when, const std::string
       text += " (" + detail + ")";
   }
   return text + (words.empty() ? "; read the end of its output" : ": " + words);
-}
-
-std::shared_ptr<const host::SharedMemory> PeerProcess::recorder() const {
-  const std::lock_guard lock(mutex_);
-  return recorder_;
-}
-
-void PeerProcess::keep_recorder(int fd) {
-  auto mapped = std::make_shared<const host::SharedMemory>(host::SharedMemory::of_peer(fd));
-  const std::lock_guard lock(mutex_);
-  recorder_ = std::move(mapped);
 }
 
 std::shared_ptr<host::PeerMemory> PeerProcess::memory() const {

@@ -19,6 +19,24 @@ namespace host {
 class PeerMemory;
 }  // namespace host
 
+/// A value that a thread replaces while others read it.
+template <class Value>
+class Replaced {
+ public:
+  Value operator()() const {
+    const std::lock_guard lock(mutex_);
+    return value_;
+  }
+  void keep(Value value) {
+    const std::lock_guard lock(mutex_);
+    value_ = std::move(value);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  Value value_ = {};
+};
+
 /// Another process, watched until it ends if it is on this machine.
 struct PeerProcess {
   explicit PeerProcess(pid_t its_pid = -1, std::string its_host = {}, std::string address = {})
@@ -48,29 +66,24 @@ struct PeerProcess {
   bool is_stopped() const;
   /// The CPU time that it has taken; none if the kernel does not tell.
   std::optional<std::uint64_t> cpu_ms() const;
-  /// Its last report of why it ends, such as an uncaught exception; printable, and may be empty.
-  std::string exit_reason() const;
-  void keep_exit_reason(std::string words);
-  /// Why it does not let this process watch it, or accepts no connections now; empty if it does.
-  std::string refusal() const;
-  void keep_refusal(std::string why);
+  /// Its last report of why it ends, such as an uncaught exception; printable(), and may be empty.
+  Replaced<std::string> exit_reason;
+  /// Why it does not let this process watch it, or accepts no connections now; printable(), and
+  /// empty if it does.
+  Replaced<std::string> refusal;
   /// It has ended: asks the kernel how. `pidfd` may be -1.
   void end(int pidfd);
   /// The end of an error message about it: " died (signal 9, Killed); read the end of its output".
   /// `when` and `detail` may be empty.
   std::string how_it_ended(const std::string& when, const std::string& detail) const;
   /// Its flight recorder, as this process maps it, also after its end; null if it has sent none.
-  std::shared_ptr<const host::SharedMemory> recorder() const;
-  void keep_recorder(int fd);
+  Replaced<std::shared_ptr<const host::SharedMemory>> recorder;
   /// Its buffers, as this process maps them; one for all groups that hold the pointer.
   std::shared_ptr<host::PeerMemory> memory() const;
 
  private:
-  mutable std::mutex mutex_;  // guards the next ones
+  mutable std::mutex mutex_;  // guards the next one
   mutable std::weak_ptr<host::PeerMemory> memory_;
-  std::string exit_reason_;
-  std::string refusal_;
-  std::shared_ptr<const host::SharedMemory> recorder_;
 };
 
 /// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.

@@ -7,8 +7,8 @@
 #include <fstream>
 
 #include "core/link_protocol.h"
+#include "host/group.h"
 #include "host/peer_process.h"
-#include "host/segment_layout.h"
 #include "kernels/common/types.h"
 
 namespace ringcomm {

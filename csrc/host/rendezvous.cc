@@ -233,20 +233,15 @@ SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
 }
 
 void Rendezvous::look(const std::vector<int>& missing, const std::string& what) {
-  if (const int dead = dead_rank(); dead >= 0) throw_died(dead);
+  // Of a rank that has no record yet another group may know that it has ended.
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (is_found(peer) ? has_died(peer) : process_of(peer).is_dead.load()) throw_died(peer);
   check_time(missing, what);
 }
 
 // Whether a rank that was found has ended, and no other process has replaced it.
 bool Rendezvous::has_died(int peer) {
   return process_of(peer).is_dead && find(peer) && process_of(peer).is_dead;
-}
-
-// A rank that has ended, as another group knows where it has no record yet; -1 if there is none.
-int Rendezvous::dead_rank() {
-  for (int peer = 0; peer < world_size(); ++peer)
-    if (is_found(peer) ? has_died(peer) : process_of(peer).is_dead.load()) return peer;
-  return -1;
 }
 
 // Reads the record of `peer` if it is there. False when it is not, or does not fit yet.

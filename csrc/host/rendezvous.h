@@ -134,7 +134,6 @@ class Rendezvous {
   }
   bool is_replaced();
   bool has_died(int peer);
-  int dead_rank();
 
   [[noreturn]] void fail(ErrorKind kind, int peer, const std::string& text) const;
 

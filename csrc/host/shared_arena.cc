@@ -136,8 +136,6 @@ void SharedArena::free_bytes(std::size_t num_bytes) {
   if (num_bytes == 0) return;
   --usage_.num_blocks;
   usage_.kept_bytes += num_bytes;
-  if (interval_end_ || usage_.kept_bytes <= kMinKeptBytes) return;
-  begin_interval(Clock::now());
 }
 
 ArenaLocation SharedArena::locate(const void* data, std::size_t num_bytes) const {
@@ -196,17 +194,12 @@ SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
   return *regions_[idx];
 }
 
-void SharedArena::begin_interval(Clock::time_point now) {
-  interval_end_ = now + kTrimInterval;
-  least_kept_bytes_ = usage_.kept_bytes;
-}
-
 void SharedArena::trim(Clock::time_point now) {
   std::unique_lock lock(mutex_);
-  if (!interval_end_ || now < *interval_end_) return;
+  if (now < next_trim_) return;
+  next_trim_ = now + kTrimInterval / 2;
   if (least_kept_bytes_ > kMinKeptBytes) return_pages(lock);
-  interval_end_.reset();
-  if (usage_.kept_bytes > kMinKeptBytes) begin_interval(now);
+  least_kept_bytes_ = usage_.kept_bytes;
 }
 
 // Returns all free pages, those at the end of a region first.

@@ -102,8 +102,9 @@ class SharedArena {
     return usage_;
   }
 
-  /// Returns free pages to the system if more than 64 MiB were free during all of the interval (10
-  /// s) that has ended at `now`. A helper thread calls it while the process has made a group.
+  /// Returns free pages to the system if more than 64 MiB were free since the call before this one.
+  /// A helper thread calls it every kTrimInterval while the process has made a group; a call that
+  /// comes too early does nothing.
   void trim(Clock::time_point now);
 
   /// The key under which a process's Bootstrap offers a region.
@@ -128,7 +129,6 @@ class SharedArena {
   Region& add_region(std::size_t num_bytes);
   void free_bytes(std::size_t num_bytes);
   void release_held();
-  void begin_interval(Clock::time_point now);
   void return_pages(std::unique_lock<std::mutex>& lock);
 
   static PerProcess<SharedArena> arenas_;
@@ -140,9 +140,8 @@ class SharedArena {
   mutable std::mutex mutex_;  // guards what follows, and the regions' lists
   Usage usage_;
   std::vector<std::pair<ArenaLocation, std::function<bool()>>> held_;
-  // The interval: its end, if there is one, and the fewest bytes kept in it.
-  std::optional<Clock::time_point> interval_end_;
-  std::size_t least_kept_bytes_ = 0;
+  Clock::time_point next_trim_{};
+  std::size_t least_kept_bytes_ = 0;  // since the last one
 };
 
 /// The system has no memory of that size.

@@ -158,9 +158,7 @@ void send_message(int socket, std::string text, int fd) {
   if (errno != 0) throw_errno("send on a Unix socket");
 }
 
-std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds timeout) {
-  // Without poll() if there is nothing to wait for: a sandbox may refuse it.
-  if (timeout.count() > 0 && !is_readable(socket, timeout)) return std::nullopt;
+std::optional<SocketMessage> recv_message(int socket) {
   std::array<char, kMaxTextBytes> buffer;
   Envelope envelope(buffer.data(), buffer.size());
   SocketMessage message;

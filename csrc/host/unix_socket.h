@@ -39,8 +39,8 @@ struct SocketMessage {
 /// error, or 0; send_message() throws it.
 int try_send(int socket, std::string text, int fd = -1);
 void send_message(int socket, std::string text, int fd = -1);
-/// Nothing if none arrived in time. An empty text if the other end is closed or sent too much; no
+/// Nothing if none has arrived. An empty text if the other end is closed or sent too much; no
 /// descriptor if it sent none or several.
-std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds timeout = {});
+std::optional<SocketMessage> recv_message(int socket);
 
 }  // namespace ringcomm::host

@@ -73,24 +73,19 @@ std::uint32_t fp32_to_float16s(float low, float high);
 // ---- types that kernels know: Stored is the type in memory; all are accumulated in fp32. Four
 // bytes have kPer32Bits elements.
 
-struct Float16Element {
+template <float (*kLoad)(std::uint16_t), std::uint16_t (*kStore)(float),
+          std::uint32_t (*kStoreTwo)(float, float)>
+struct Element16 {
   using Stored = std::uint16_t;
-  RINGCOMM_HD static float load(Stored value) { return float16_to_fp32(value); }
-  RINGCOMM_HD static Stored store(float acc) { return fp32_to_float16(acc); }
+  RINGCOMM_HD static float load(Stored value) { return kLoad(value); }
+  RINGCOMM_HD static Stored store(float acc) { return kStore(acc); }
   static constexpr int kPer32Bits = 2;
   RINGCOMM_HD static std::uint32_t store_32_bits(const float* acc) {
-    return fp32_to_float16s(acc[0], acc[1]);
+    return kStoreTwo(acc[0], acc[1]);
   }
 };
-struct BFloat16Element {
-  using Stored = std::uint16_t;
-  RINGCOMM_HD static float load(Stored value) { return bfloat16_to_fp32(value); }
-  RINGCOMM_HD static Stored store(float acc) { return fp32_to_bfloat16(acc); }
-  static constexpr int kPer32Bits = 2;
-  RINGCOMM_HD static std::uint32_t store_32_bits(const float* acc) {
-    return fp32_to_bfloat16s(acc[0], acc[1]);
-  }
-};
+using Float16Element = Element16<float16_to_fp32, fp32_to_float16, fp32_to_float16s>;
+using BFloat16Element = Element16<bfloat16_to_fp32, fp32_to_bfloat16, fp32_to_bfloat16s>;
 struct Float32Element {
   using Stored = float;
   RINGCOMM_HD static float load(Stored value) { return value; }

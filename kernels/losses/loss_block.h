@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/common/elements.h"
 #include "kernels/losses/loss_call.h"
 
 namespace ringcomm::cuda {
@@ -159,6 +160,69 @@ class GpuRowBlock {
   }
 
   std::uint64_t read_once_ = 0;
+};
+
+/// 2^x; 0 where that is less than the smallest normal number.
+__device__ inline float power_of_2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+/// Logits of a type. no_logits is a vector of -infinity.
+struct BFloat16Logits : BFloat16Element {
+  static constexpr int kPerVector = 8;
+
+  __device__ static Vector no_logits() {
+    return {{0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u}};
+  }
+  __device__ static float get(const Vector& vector, int i) {
+    const std::uint32_t word = vector.words[i / 2];
+    return bits_as<float>(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+  }
+  /// NaN counts for nothing.
+  __device__ static float largest(const Vector& vector) {
+    std::uint32_t most, other;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(vector.words[0]), "r"(vector.words[1]));
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(other) : "r"(vector.words[2]), "r"(vector.words[3]));
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(other));
+    return fmaxf(bits_as<float>(most << 16), bits_as<float>(most & 0xffff0000u));
+  }
+  /// A vector of kPerVector numbers, to nearest even.
+  __device__ static Vector vector_of(const float* values) {
+    Vector vector;
+    RINGCOMM_UNROLL
+    for (int i = 0; i < 4; ++i) vector.words[i] = word_of(values[2 * i], values[2 * i + 1]);
+    return vector;
+  }
+  __device__ static std::uint32_t word_of(float low, float high) {
+    std::uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+};
+
+struct FloatLogits {
+  using Stored = float;
+  static constexpr int kPerVector = 4;
+
+  __device__ static Vector no_logits() {
+    return {{0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u}};
+  }
+  __device__ static float get(const Vector& vector, int i) {
+    return bits_as<float>(vector.words[i]);
+  }
+  __device__ static float largest(const Vector& vector) {
+    return fmaxf(fmaxf(get(vector, 0), get(vector, 1)), fmaxf(get(vector, 2), get(vector, 3)));
+  }
+  __device__ static Vector vector_of(const float* values) {
+    Vector vector;
+    RINGCOMM_UNROLL
+    for (int i = 0; i < 4; ++i) vector.words[i] = bits_as<std::uint32_t>(values[i]);
+    return vector;
+  }
+  __device__ static float load(Stored value) { return value; }
+  __device__ static Stored store(float value) { return value; }
 };
 
 }  // namespace ringcomm::cuda

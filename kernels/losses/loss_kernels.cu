@@ -3,22 +3,12 @@
 #include <cstdint>
 #include <limits>
 
-#include "kernels/common/elements.h"
 #include "kernels/losses/loss_block.h"
 
 // cross_entropy_and_grad_ with one read and one write of the logits (docs/design/cross_entropy.md).
 // A cluster of blocks has a row in its shared memory, and each thread has the exponentials of its
 // logits in registers until the sum of all is known. A row is copied in whole vectors; elements of
 // adjacent rows in its first and last one count as -infinity and are not stored.
-
-/// X(name, body): `body` takes a block and a LossCall. Rows are launched in clusters, the sum as
-/// one block.
-#define RINGCOMM_LOSS_KERNELS(X)                                           \
-  X(ringcomm_loss_rows_bfloat16, (loss_rows<BFloat16Logits, false>))       \
-  X(ringcomm_loss_rows_float32, (loss_rows<FloatLogits, false>))           \
-  X(ringcomm_smooth_loss_rows_bfloat16, (loss_rows<BFloat16Logits, true>)) \
-  X(ringcomm_smooth_loss_rows_float32, (loss_rows<FloatLogits, true>))     \
-  X(ringcomm_sum_losses, (sum_losses))
 
 // Older GPUs have no clusters, so images for them do not contain these kernels.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -28,72 +18,6 @@ namespace ringcomm::cuda {
 inline constexpr float kLog2E = 1.44269504F;
 /// Represents no logit: less than all numbers except -infinity, and differences to it are not NaN.
 inline constexpr float kLowestLogit = -std::numeric_limits<float>::max();
-
-/// 2^x; 0 where that is less than the smallest normal number.
-__device__ inline float power_of_2(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
-
-/// Logits of a type. no_logits is a vector of -infinity.
-struct BFloat16Logits {
-  using Stored = std::uint16_t;
-  static constexpr int kPerVector = 8;
-
-  __device__ static Vector no_logits() {
-    return {{0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u}};
-  }
-  __device__ static float get(const Vector& vector, int i) {
-    const std::uint32_t word = vector.words[i / 2];
-    return bits_as<float>(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
-  }
-  /// NaN counts for nothing.
-  __device__ static float largest(const Vector& vector) {
-    std::uint32_t most, other;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(vector.words[0]), "r"(vector.words[1]));
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(other) : "r"(vector.words[2]), "r"(vector.words[3]));
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(other));
-    return fmaxf(bits_as<float>(most << 16), bits_as<float>(most & 0xffff0000u));
-  }
-  /// A vector of kPerVector numbers, to nearest even.
-  __device__ static Vector vector_of(const float* values) {
-    Vector vector;
-    RINGCOMM_UNROLL
-    for (int i = 0; i < 4; ++i) vector.words[i] = word_of(values[2 * i], values[2 * i + 1]);
-    return vector;
-  }
-  __device__ static std::uint32_t word_of(float low, float high) {
-    std::uint32_t word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-  }
-  __device__ static Stored rounded(float value) { return fp32_to_bfloat16(value); }
-  __device__ static float widened(Stored value) { return bfloat16_to_fp32(value); }
-};
-
-struct FloatLogits {
-  using Stored = float;
-  static constexpr int kPerVector = 4;
-
-  __device__ static Vector no_logits() {
-    return {{0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u}};
-  }
-  __device__ static float get(const Vector& vector, int i) {
-    return bits_as<float>(vector.words[i]);
-  }
-  __device__ static float largest(const Vector& vector) {
-    return fmaxf(fmaxf(get(vector, 0), get(vector, 1)), fmaxf(get(vector, 2), get(vector, 3)));
-  }
-  __device__ static Vector vector_of(const float* values) {
-    Vector vector;
-    RINGCOMM_UNROLL
-    for (int i = 0; i < 4; ++i) vector.words[i] = bits_as<std::uint32_t>(values[i]);
-    return vector;
-  }
-  __device__ static Stored rounded(float value) { return value; }
-  __device__ static float widened(Stored value) { return value; }
-};
 
 // ---- sums over tokens, by the threads of one block in one order: the same bits in every block
 
@@ -322,7 +246,7 @@ class LossRows {
     if (call_.class_weights != nullptr && target >= 0) weight = __ldg(call_.class_weights + target);
     visit_partial(segment, call_.num_classes, [&](int column, int i) {
       if (column < 0 || column >= call_.num_classes)
-        put_element(slot, i, Logits::rounded(-std::numeric_limits<float>::infinity()));
+        put_element(slot, i, Logits::store(-std::numeric_limits<float>::infinity()));
     });
     Elements elements;
     const LossPart own = exponentials(slot, segment, elements);
@@ -339,17 +263,17 @@ class LossRows {
     const unsigned target_vector = static_cast<unsigned>(offset) / unsigned{kPerVector};
     const bool is_mine = target >= 0 && offset >= 0 && target_vector < segment.num_vectors &&
                          target_vector % kLossThreads == block_.thread_idx();
-    const float x = is_mine ? Logits::widened(element_at(slot, offset)) : 0.0F;
+    const float x = is_mine ? Logits::load(element_at(slot, offset)) : 0.0F;
     write_gradient(slot, segment, elements, factors);
     if (is_mine) {
       const float power = power_of_2((x - own.max) * scale2());
       const float others = __fmaf_rn(power, factors.prob, -factors.smooth);
-      put_element(slot, offset, Logits::rounded(others - factors.target));
+      put_element(slot, offset, Logits::store(others - factors.target));
       put_values(row, loss_of(x, whole, target_weight), lse_of(whole));
     }
     if (target == kNoClass && is_first_thread()) put_values(row, scale, lse_of(whole));
     visit_partial(segment, call_.num_classes, [&](int column, int i) {
-      if (column >= call_.num_classes) put_element(slot, i, Logits::rounded(0));
+      if (column >= call_.num_classes) put_element(slot, i, Logits::store(0));
     });
     store_edges(row, slot, segment);
   }
@@ -464,16 +388,19 @@ __device__ void loss_rows(GpuRowBlock& block, const LossCall& call) {
   LossRows<Logits, kSmooths>(block, call).run();
 }
 
-#define RINGCOMM_BARE(...) __VA_ARGS__
-
-/// One block for each multiprocessor: 128 registers a thread.
-#define RINGCOMM_LOSS_KERNEL(name, body)                        \
+/// A kernel that calls `body(block, call)`: rows in clusters, the sum in one block. One block for
+/// each multiprocessor: 128 registers a thread.
+#define RINGCOMM_LOSS_KERNEL(name, ...)                         \
   extern "C" __global__ void __launch_bounds__(kLossThreads, 1) \
       name(const __grid_constant__ LossCall call) {             \
     GpuRowBlock block;                                          \
-    RINGCOMM_BARE body(block, call);                            \
+    __VA_ARGS__(block, call);                                   \
   }
-RINGCOMM_LOSS_KERNELS(RINGCOMM_LOSS_KERNEL)
+RINGCOMM_LOSS_KERNEL(ringcomm_loss_rows_bfloat16, loss_rows<BFloat16Logits, false>)
+RINGCOMM_LOSS_KERNEL(ringcomm_loss_rows_float32, loss_rows<FloatLogits, false>)
+RINGCOMM_LOSS_KERNEL(ringcomm_smooth_loss_rows_bfloat16, loss_rows<BFloat16Logits, true>)
+RINGCOMM_LOSS_KERNEL(ringcomm_smooth_loss_rows_float32, loss_rows<FloatLogits, true>)
+RINGCOMM_LOSS_KERNEL(ringcomm_sum_losses, sum_losses)
 
 }  // namespace ringcomm::cuda
 

@@ -114,9 +114,41 @@ UpdateSpec update_spec_of(const UpdateTensors& tensors, const std::string& optim
   return spec;
 }
 
-const char* state_name(const UpdateSpec& spec, std::size_t idx) {
-  if (spec.optimizer == Optimizer::kSgd) return "momentum_buffer";
-  return idx == 0 ? "exp_avg" : "exp_avg_sq";
+UpdateArrays checked_arrays(const UpdateTensors& tensors, UpdateSpec& spec,
+                            std::int64_t state_elems, const std::string& what, const char* op) {
+  const auto& [param, grad, states, master] = tensors;
+  std::vector<at::Tensor> all;
+  const auto check = [&](const at::Tensor& tensor, const char* name) {
+    check_tensor(tensor, op);
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), "ringcomm: ", op, " needs ", name,
+                      " contiguous, got shape ", tensor.sizes(), " with strides ",
+                      tensor.strides());
+    for (const at::Tensor& other : all) check_apart(tensor, other, op);
+    all.push_back(tensor);
+  };
+  const auto state_data = [&](const at::Tensor& tensor, const char* name) {
+    check(tensor, name);
+    check_dtype(tensor, at::kFloat, name, op, tensors.param.device());
+    TORCH_CHECK_VALUE(tensor.numel() == state_elems, "ringcomm: ", op, " needs ", name, " to be ",
+                      what, ", got ", tensor.numel(), " elements");
+    return tensor.data_ptr<float>();
+  };
+  check(param, "the parameters");
+  check_float(param, "the parameters", op, param.device());
+  check(grad, "the gradient");
+  check_float(grad, "the gradient", op, param.device());
+  TORCH_CHECK_VALUE(grad.numel() == param.numel(), "ringcomm: ", op,
+                    " needs a gradient of the parameters' shape, ", param.sizes(), ", got ",
+                    grad.sizes());
+  spec.param_dtype = float_dtype_of(param);
+  UpdateArrays arrays{.param = param.data_ptr(), .grad = grad.const_data_ptr()};
+  if (master.has_value()) arrays.master = state_data(*master, "master");
+  const bool is_sgd = spec.optimizer == Optimizer::kSgd;
+  for (std::size_t i = 0; i < states.size(); ++i)  // by their names in torch.optim
+    arrays.states[i] = state_data(states[i], is_sgd   ? "momentum_buffer"
+                                             : i == 0 ? "exp_avg"
+                                                      : "exp_avg_sq");
+  return arrays;
 }
 
 WeightArray::WeightArray(const at::Tensor& weight, const std::optional<at::Tensor>& low,

@@ -45,8 +45,10 @@ struct UpdateTensors {
 UpdateSpec update_spec_of(const UpdateTensors& tensors, const std::string& optimizer,
                           at::ArrayRef<double> numbers, bool nesterov, std::int64_t step,
                           double grad_scale);
-/// The name of a state in torch.optim.
-const char* state_name(const UpdateSpec& spec, std::size_t idx);
+/// The arrays of a step by the operator `op`, checked, and the parameters' type in `spec`. States
+/// have `state_elems` elements, which are `what`. No two share memory.
+UpdateArrays checked_arrays(const UpdateTensors& tensors, UpdateSpec& spec,
+                            std::int64_t state_elems, const std::string& what, const char* op);
 
 /// A weight and how it is kept: dense, or in two dimensions and contiguous where it `is_matrix`.
 class WeightArray {

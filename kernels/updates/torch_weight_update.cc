@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "kernels/updates/torch_arguments.h"
@@ -172,6 +173,39 @@ void embedding_sgd_update_(const at::Tensor& weight, const at::Tensor& indices,
   array.mark_written();
 }
 
+constexpr const char* kOptimizerUpdate = "optimizer_update_";
+
+UpdateOp checked_update_op(const UpdateSpec& spec, DType grad_dtype) {
+  try {
+    return make_update_op(spec, grad_dtype);
+  } catch (const std::invalid_argument& error) {  // which torch 2.15 makes a RuntimeError
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+// The arithmetic of the fused update (csrc/bindings/fused_update.cc) without collectives.
+void optimizer_update_(const at::Tensor& param, const at::Tensor& grad, at::TensorList states,
+                       const std::optional<at::Tensor>& master, const std::string& optimizer,
+                       at::ArrayRef<double> numbers, bool nesterov, int64_t step,
+                       double grad_scale) {
+  const UpdateTensors tensors = {param, grad, states, master};
+  UpdateSpec spec = update_spec_of(tensors, optimizer, numbers, nesterov, step, grad_scale);
+  const UpdateArrays whole = checked_arrays(
+      tensors, spec, param.numel(),
+      "of " + std::to_string(param.numel()) + " elements, as the parameters", kOptimizerUpdate);
+  const UpdateOp op = checked_update_op(spec, float_dtype_of(grad));
+  at::parallel_for(0, param.numel(), kGrainElems, [&](int64_t begin, int64_t end) {
+    UpdateArrays part = whole;
+    part.param = static_cast<char*>(whole.param) + begin * param.element_size();
+    part.grad = static_cast<const char*>(whole.grad) + begin * grad.element_size();
+    if (part.master != nullptr) part.master += begin;
+    for (float*& state : part.states)
+      if (state != nullptr) state += begin;
+    op.apply(op.scalars, part, static_cast<std::size_t>(end - begin));
+  });
+  tensors.mark_written();
+}
+
 // (..., features) as (tokens, features).
 at::Tensor flat_tokens(const at::Tensor& tensor, int64_t features, const char* name,
                        at::Device device) {
@@ -238,6 +272,9 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
       "Tensor row_mean, Tensor squares, int num_elems, float lr, float weight_decay, "
       "float least_rms, float clip_threshold, float scale, int rounding_seed=-1, *, "
       "Tensor(b!)? low=None, float? clip_value=None, int first_elem=0) -> ()");
+  m.def(
+      "optimizer_update_(Tensor(a!) param, Tensor grad, Tensor(b!)[] states, Tensor(c!)? master, "
+      "*, str optimizer, float[] numbers, bool nesterov, int step, float grad_scale) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(ringcomm, Autograd, m) {
@@ -250,6 +287,7 @@ TORCH_LIBRARY_IMPL(ringcomm, CPU, m) {
   m.impl("sgd_update_", sgd_update_);
   m.impl("linear_sgd_update_", linear_sgd_update_);
   m.impl("embedding_sgd_update_", embedding_sgd_update_);
+  m.impl(kOptimizerUpdate, optimizer_update_);
 }
 
 }  // namespace ringcomm

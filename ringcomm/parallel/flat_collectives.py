@@ -26,13 +26,12 @@ def takes_uneven(group: dist.ProcessGroup, device: torch.device) -> bool:
 def fuses_updates(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether reduce_scatter_update_all_gather_ is faster than its parts on a device's tensors.
 
-    The same on all ranks: on CPUs over ringcomm; on a GPU whose memory a few ranks share
-    (docs/decisions.md), from the group's second call there on.
+    The same on all ranks: on CPUs over ringcomm, and on a GPU whose memory a few ranks share
+    (docs/decisions.md). Collective before the group's first call on a device.
     """
     if not takes_uneven(group, device) or device.type == "cpu":
         return takes_uneven(group, device)
-    transports = _C.device_transports(torch_names.backend_of(group, device))
-    return transports.get(str(device), "").startswith("cuda_ipc") and group.size() <= 4
+    return group.size() <= 4 and _C.shares_memory(torch_names.backend_of(group, device), device)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -15,7 +15,7 @@
 
 #include "communicator/communicator.h"
 #include "core/arch.h"
-#include "host/segment_layout.h"
+#include "host/group.h"
 #include "kernels/common/types.h"
 #include "operator_case.h"
 #include "reduce_oracle.h"

@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "transport/messages/exchange.h"
-#include "transport/messenger.h"
+#include "transport/transport.h"
 
 namespace ringcomm::testing {
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "communicator/communicator.h"
-#include "host/segment_layout.h"
+#include "host/group.h"
 #include "thread_ranks.h"
 
 namespace ringcomm::testing {

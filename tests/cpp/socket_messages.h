@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "core/annotations.h"
-#include "transport/messenger.h"
+#include "transport/transport.h"
 
 namespace ringcomm::testing {
 

@@ -203,7 +203,7 @@ TEST_CASE("what a process says before it ends is kept, and stays printable") {
   // in flight after this one.
   Bootstrap::report_exit("end");
   testing::wait_until([&] { return process->exit_reason() == "end"; }, "the end");
-  process->keep_exit_reason({});
+  process->exit_reason.keep({});
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program

@@ -26,7 +26,6 @@
 #include "host/host_arch.h"
 #include "host/process.h"
 #include "host/rank_record.h"
-#include "host/segment_layout.h"
 #include "host/shared_arena.h"
 #include "host/shared_memory.h"
 #include "host/timed_store.h"

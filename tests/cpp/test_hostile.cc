@@ -28,7 +28,6 @@
 
 #include "children.h"
 #include "collectives/failure.h"
-#include "collectives/long_waits.h"
 #include "collectives/recorder.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
@@ -36,7 +35,6 @@
 #include "host/group.h"
 #include "host/rank_record.h"
 #include "host/rendezvous.h"
-#include "host/segment_layout.h"
 #include "host/shared_arena.h"
 #include "host/shared_memory.h"
 #include "host/threads.h"
@@ -62,6 +60,11 @@ constexpr milliseconds kPatience{30'000};
 std::string fresh_name(const char* what) {
   static int number = 0;
   return "ringcomm-test-" + std::to_string(::getpid()) + "-" + what + std::to_string(number++);
+}
+
+// Nothing if it does not come in time.
+std::optional<SocketMessage> receive(int socket, milliseconds patience) {
+  return is_readable(socket, patience) ? recv_message(socket) : std::nullopt;
 }
 
 std::size_t num_open_files() { return testing::num_entries("/proc/self/fd"); }
@@ -105,7 +108,7 @@ void send_raw(int socket, const std::string& bytes, const std::vector<int>& fds 
 }
 
 bool has_descriptor(int socket) {
-  const auto message = recv_message(socket, kPatience);
+  const auto message = receive(socket, kPatience);
   return message && message->fd;
 }
 
@@ -155,7 +158,7 @@ class FakeBootstrap {
     while (!is_over_) {
       if (!is_readable(listener_.get(), milliseconds(10))) continue;
       UniqueFd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-      const auto message = recv_message(connection.get(), milliseconds(1000));
+      const auto message = receive(connection.get(), milliseconds(1000));
       if (message && message->text != "request watch" && !message->text.empty()) {
         answer_(connection.get());
       } else {
@@ -229,7 +232,7 @@ TEST_CASE("hostile: another user gets nothing from a bootstrap") {
           if (::setuid(kStranger) != 0) return 1;
           const UniqueFd socket = connect_to(known.name);
           send_raw(socket.get(), known.request("test/ours"));
-          const auto answer = recv_message(socket.get(), milliseconds(5000));
+          const auto answer = receive(socket.get(), milliseconds(5000));
           if (!answer || answer->fd) return 2;
           return answer->text.find("refused runs as user 65534") == 0 ? 0 : 3;
         }) == 0);
@@ -252,7 +255,7 @@ TEST_CASE("hostile: one of this user that does not know the secret gets nothing"
   for (const std::string& text : guesses) {
     const UniqueFd socket = connect_to_us();
     send_raw(socket.get(), text);
-    const auto answer = recv_message(socket.get(), kPatience);
+    const auto answer = receive(socket.get(), kPatience);
     REQUIRE(answer.has_value());
     CHECK(answer->text.empty());
     CHECK_FALSE(static_cast<bool>(answer->fd));
@@ -294,7 +297,7 @@ TEST_CASE("hostile: a process that takes the name of one that has ended is not t
   send_raw(connection.get(), "guess! \x03");
   testing::wait_until(
       [&] {
-        const auto message = recv_message(connection.get(), milliseconds(10));
+        const auto message = receive(connection.get(), milliseconds(10));
         return message && message->text.empty();
       },
       "the watch of a stranger to end");
@@ -521,7 +524,7 @@ TEST_CASE("hostile: last words are not for one that does not know the secret") {
   const int status = status_of_child([] {
     const UniqueFd silent = connect_to(Address(Bootstrap::instance().address()).name);
     for (int i = 0; i < 3; ++i) Bootstrap::report_exit("not for a stranger");
-    return recv_message(silent.get(), milliseconds(50)) ? 1 : 0;
+    return receive(silent.get(), milliseconds(50)) ? 1 : 0;
   });
   CHECK(status == 0);
 }
@@ -582,7 +585,7 @@ TEST_CASE("hostile: a user that the container does not know is not taken for its
       if (::setuid(1002) != 0) return 1;
       const UniqueFd socket = connect_raw(address.name);
       send_raw(socket.get(), address.request("key"));
-      const auto answer = recv_message(socket.get(), kPatience);
+      const auto answer = receive(socket.get(), kPatience);
       if (!answer || answer->fd) return 2;
       return answer->text.find("a user that this container does not know") != std::string::npos ? 0
                                                                                                 : 3;

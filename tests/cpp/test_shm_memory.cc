@@ -22,9 +22,9 @@
 #include "collectives/recorder.h"
 #include "core/errors.h"
 #include "host/fd.h"
+#include "host/group.h"
 #include "host/process.h"
 #include "host/rank_record.h"
-#include "host/segment_layout.h"
 #include "host/shared_memory.h"
 #include "host/unix_socket.h"
 #include "third_party/doctest/doctest.h"
@@ -171,8 +171,8 @@ TEST_CASE("texts over a Unix socket keep their bounds") {
   Connection pair = connect_pair("texts");
   CHECK(credentials_of_peer(pair.client.get()).pid == ::getpid());
   CHECK(credentials_of_peer(pair.server.get()).uid == ::geteuid());
-  const auto received = [&] { return recv_message(pair.server.get(), milliseconds(1000))->text; };
-  CHECK_FALSE(recv_message(pair.server.get(), milliseconds(1)).has_value());
+  const auto received = [&] { return recv_message(pair.server.get())->text; };
+  CHECK_FALSE(recv_message(pair.server.get()).has_value());
   send_message(pair.client.get(), "one");
   send_message(pair.client.get(), std::string(kMaxTextBytes, 'x'));
   send_message(pair.client.get(), std::string(kMaxTextBytes + 1, 'x'));
@@ -189,7 +189,7 @@ TEST_CASE("a descriptor over a Unix socket is the same memory") {
   Connection pair = connect_pair("fds");
   const UniqueFd sent = create_memfd(4096);
   send_message(pair.client.get(), "memory", sent.get());
-  const auto message = recv_message(pair.server.get(), milliseconds(1000));
+  const auto message = recv_message(pair.server.get());
   REQUIRE(message.has_value());
   CHECK(message->text == "memory");
   const UniqueFd& received = message->fd;
@@ -200,9 +200,9 @@ TEST_CASE("a descriptor over a Unix socket is the same memory") {
   CHECK(SharedMemory(received.get(), 4096).data()[1] == std::byte{9});
 
   send_message(pair.client.get(), "no descriptor");
-  CHECK_FALSE(static_cast<bool>(recv_message(pair.server.get(), milliseconds(1000))->fd));
+  CHECK_FALSE(static_cast<bool>(recv_message(pair.server.get())->fd));
   pair.client.reset();
-  CHECK_FALSE(static_cast<bool>(recv_message(pair.server.get(), milliseconds(1000))->fd));
+  CHECK_FALSE(static_cast<bool>(recv_message(pair.server.get())->fd));
 }
 
 TEST_CASE("a rank record survives its text, and a stranger's is refused") {

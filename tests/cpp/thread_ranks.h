@@ -22,7 +22,6 @@
 #include "communicator/communicator.h"
 #include "core/errors.h"
 #include "host/group.h"
-#include "host/segment_layout.h"
 #include "host/timed_store.h"
 
 namespace ringcomm::testing {

@@ -152,14 +152,6 @@ Algorithm DeviceGroup::algorithm_of(Collective call, c10::Device device) {
   return call.algorithm;
 }
 
-std::map<std::string, std::string> DeviceGroup::transports() {
-  const std::lock_guard lock(mutex_);
-  std::map<std::string, std::string> names;
-  for (const auto& [device, transport] : transports_)
-    names[device.str()] = transport->description();
-  return names;
-}
-
 void DeviceGroup::abort() noexcept {
   const std::lock_guard lock(mutex_);
   if (std::exchange(is_aborted_, true)) return;
@@ -357,7 +349,7 @@ WorkPtr DeviceGroup::enqueue_work(c10::Device device, const CallInfo& info, cons
   kept.insert(kept.end(), results.begin(), results.end());
   auto work = c10::make_intrusive<DeviceWork>(weak_from_this(), rank_, info.op_type, info.title,
                                               inputs, std::move(results),
-                                              communicator()->next_device_seq(), barrier_timeout);
+                                              communicator()->next_seq(true), barrier_timeout);
   with_python_errors([&] {
     work->set_enqueued(enqueue(device, info.is_async, info.peer, std::move(kept), body));
   });

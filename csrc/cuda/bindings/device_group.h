@@ -35,9 +35,8 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
                 Tensors results) override;
   void run_at_once(c10::Device device, const Collective& call, Tensors tensors) override;
   WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) override;
-  void connect(c10::Device device) override { transport(device); }
+  bool connect(c10::Device device) override { return transport(device).finds_mismatches(); }
   Algorithm algorithm_of(Collective call, c10::Device device) override;
-  std::map<std::string, std::string> transports() override;
   bool map(c10::Device device, const void* data, std::size_t num_bytes) override;
   void abort() noexcept override;
   void drain() override;

@@ -1,7 +1,6 @@
 #include "cuda/collectives/device_watch.h"
 
 #include "collectives/call.h"
-#include "core/errors.h"
 
 namespace ringcomm::cuda {
 namespace {

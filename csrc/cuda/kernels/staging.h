@@ -94,7 +94,6 @@ struct alignas(kLineBytes) CallTable {
 
 /// Links carry messages of the program, or shards of collectives whose sizes only two ranks know.
 enum class LinkUse : std::uint8_t { kMessages, kShards };
-inline constexpr std::uint32_t kNumLinkUses = 2;
 
 /// In front of a slot of a link: of the message that its first slot begins.
 struct alignas(16) Letter {

@@ -3,7 +3,6 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <atomic>
@@ -19,7 +18,6 @@
 #include "core/arch.h"
 #include "cuda/collectives/launches.h"
 #include "host/group_state.h"
-#include "host/process.h"
 #include "host/threads.h"
 #include "host/wait.h"
 #include "kernels/cuda_device.h"
@@ -42,14 +40,9 @@ at::ScalarType type_of(const Collective& call) {
   return kTypes[static_cast<std::size_t>(call.dtype)];
 }
 
-template <class Options>
-Options options_of(const Collective& call) {
+c10d::ReduceOp reduction_of(const Collective& call) {
   static_assert(static_cast<int>(c10d::ReduceOp::MAX) == static_cast<int>(Reduction::kMax));
-  Options options;
-  if constexpr (requires { options.reduceOp; })
-    options.reduceOp = static_cast<c10d::ReduceOp::RedOpType>(call.reduction);
-  if constexpr (requires { options.rootRank; }) options.rootRank = call.root;
-  return options;
+  return static_cast<c10d::ReduceOp::RedOpType>(call.reduction);
 }
 
 // Throws Error, NotImplementedError where the device has none.
@@ -109,10 +102,9 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
 
   void plan(Collective& call) const override {
     if (call.op == OpKind::kReduceUpdateGather) update_kernels(device_);  // or throws
-    const Algorithm asked =
-        call.algorithm == Algorithm::kAuto ? options_.algorithm : call.algorithm;
+    if (call.algorithm == Algorithm::kAuto) call.algorithm = options_.algorithm;
     const bool is_ring =
-        world_size_ > 1 && call.op == OpKind::kAllReduce && asked == Algorithm::kRing;
+        world_size_ > 1 && call.op == OpKind::kAllReduce && call.algorithm == Algorithm::kRing;
     call.algorithm = is_ring ? Algorithm::kRing : Algorithm::kDirect;
     if (world_size_ == 1 || !is_reduction(call.op)) return;
     const auto refuse = [&](const std::string& what, const char* why) {
@@ -143,7 +135,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
                 const cuda::StreamPlace& place) override {
     const at::AutoDispatchBelowADInplaceOrView unseen;
     watch(std::nullopt, place.capture != 0);
-    for (const Work& work : post(messages)) wait(work);
+    pass(messages);
   }
 
   bool map(const void*, std::size_t) override {
@@ -196,12 +188,11 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
       bytes(to, num_bytes).copy_(bytes(from, num_bytes), /*non_blocking=*/true);
   }
 
-  // Starts messages of which none waits for another. Both ends know of those without bytes.
-  std::vector<Work> post(const std::vector<cuda::P2pMessage>& messages) {
+  // Messages of which none waits for another. Both ends know of those without bytes.
+  void pass(const std::vector<cuda::P2pMessage>& messages) {
     c10d::Backend& used = backend();
+    if (std::ranges::all_of(messages, [](const auto& each) { return each.num_bytes == 0; })) return;
     std::vector<Work> works;
-    if (std::ranges::all_of(messages, [](const auto& each) { return each.num_bytes == 0; }))
-      return works;
     const bool is_coalesced = used.supportsCoalescing();
     if (is_coalesced) used.startCoalescing();
     try {
@@ -216,7 +207,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
       throw;
     }
     if (is_coalesced) works = {used.endCoalescing()};  // of which the others are parts
-    return works;
+    for (const Work& work : works) wait(work);
   }
 
   void wait(const Work& work) {
@@ -240,17 +231,17 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
         if (call.algorithm == Algorithm::kRing) return ring(call);
         copy(call.outputs[0], call.inputs[0], num_bytes);
         tensors = {array(call.outputs[0], call.num_elems, type_of(call))};
-        wait(backend().allreduce(tensors, options_of<c10d::AllreduceOptions>(call)));
+        wait(backend().allreduce(tensors, {.reduceOp = reduction_of(call)}));
         return 2 * num_others * num_bytes / (num_others + 1);
       case OpKind::kReduce:
         if (is_root) copy(call.outputs[0], call.inputs[0], num_bytes);
         tensors = {
             array(is_root ? call.outputs[0] : call.inputs[0], call.num_elems, type_of(call))};
-        wait(backend().reduce(tensors, options_of<c10d::ReduceOptions>(call)));
+        wait(backend().reduce(tensors, {.reduceOp = reduction_of(call), .rootRank = call.root}));
         return is_root ? 0 : num_bytes;
       case OpKind::kBroadcast:
         tensors = {bytes(is_root ? call.inputs[0] : call.outputs[0], num_bytes)};
-        wait(backend().broadcast(tensors, options_of<c10d::BroadcastOptions>(call)));
+        wait(backend().broadcast(tensors, {.rootRank = call.root}));
         return is_root ? num_others * num_bytes : 0;
       default:  // a barrier
         tensors = {new_array(1, at::kByte)};
@@ -278,20 +269,21 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     };
     std::vector<at::Tensor> given, taken;
     std::size_t sent_bytes = 0, moved_bytes = 0;
-    bool is_in_place = false;  // between two ranks
     for (int peer = 0; peer < world_size_; ++peer) {
-      const at::Tensor& to = given.emplace_back(tensor_of(part_given(call, rank_, peer)));
+      at::Tensor& to = given.emplace_back(tensor_of(part_given(call, rank_, peer)));
       const at::Tensor& from = taken.emplace_back(tensor_of(part_taken(call, rank_, peer)));
       moved_bytes += to.nbytes() + from.nbytes();
       if (peer == rank_) continue;
       sent_bytes += to.nbytes();
-      is_in_place |= to.nbytes() > 0 && to.const_data_ptr() == from.const_data_ptr();
+      // Of an all_to_all in place.
+      if (to.nbytes() > 0 && to.const_data_ptr() == from.const_data_ptr())
+        to = staging_.emplace_back(to.clone());
     }
     if (moved_bytes == 0 && !has_private_sizes(call.op)) return 0;  // on all ranks
     at::Tensor &own_given = given[static_cast<std::size_t>(rank_)],
                &own_taken = taken[static_cast<std::size_t>(rank_)];
     if (reduces) {
-      const auto options = options_of<c10d::ReduceScatterOptions>(call);
+      const c10d::ReduceScatterOptions options{.reduceOp = reduction_of(call)};
       std::vector<at::Tensor> outputs{own_taken};
       std::vector<std::vector<at::Tensor>> inputs{given};
       at::Tensor whole = joined(given);
@@ -304,8 +296,6 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
       wait(whole.defined() ? backend()._allgather_base(whole, own_given)
                            : backend().allgather(outputs, inputs));
     } else {
-      if (is_in_place)
-        for (at::Tensor& shard : given) shard = staging_.emplace_back(shard.clone());
       copy(own_taken.mutable_data_ptr(), own_given.const_data_ptr(), own_given.nbytes());
       own_given = own_taken = bytes(nullptr, 0);
       wait(backend().alltoall(taken, given));
@@ -372,9 +362,8 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
         at::Tensor sent = slice(ranks.reduce_scatter_send_chunk(step));
         at::Tensor own = slice(ranks.reduce_scatter_recv_chunk(step));
         at::Tensor received = sums ? place.narrow(0, 0, own.numel()) : own;
-        for (const Work& work : post({message(sent, ranks.next(), /*is_send=*/true),
-                                      message(received, ranks.previous(), /*is_send=*/false)}))
-          wait(work);
+        pass({message(sent, ranks.next(), /*is_send=*/true),
+              message(received, ranks.previous(), /*is_send=*/false)});
         sent_bytes += sent.nbytes();
         if (!sums) continue;
         call.reduction == Reduction::kProduct ? own.mul_(received)
@@ -439,51 +428,14 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   std::optional<WatchThread> watch_;  // not of a group of one; last: it uses all of the above
 };
 
-// Ends the group on all ranks if a rank cannot arrive.
-LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c10::Device device) {
-  const WaitLimits limits{.timeout = std::min(options.timeout, kLongestTimeout),
-                          .is_interrupted = is_interrupted};
-  return [&communicator, &options, device,
-          guard = WaitGuard(limits)](const std::vector<int>& missing) mutable {
-    const Activity activity{.op = "init",
-                            .description = "connecting tensors on " + device.str(),
-                            .timeout = options.timeout};
-    for (int rank = 0; rank < communicator.world_size(); ++rank)
-      if (communicator.group_state()->has_died(rank))
-        communicator.failure().raise_stopped(WaitStatus::kPeerDied, rank, activity);
-    if (const WaitStatus status = guard.check(); status != WaitStatus::kNone)
-      communicator.failure().raise_stopped(status, missing.front(), activity);
-  };
-}
-
-c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                               Communicator& communicator,
-                                               const GroupOptions& options, c10::Device device) {
-  namespace py = pybind11;
-  const py::gil_scoped_acquire acquired;
-  std::string name;
-  try {
-    name = py::module_::import("ringcomm.message_backend")
-               .attr("for_device")(options.engine.message_backend,
-                                   c10::DeviceTypeName(device.type(), /*lower_case=*/true))
-               .cast<std::string>();
-  } catch (const py::error_already_set& error) {
-    TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), py::str(error.value()).cast<std::string>());
-    throw;
-  }
-  return make_message_backend(name, store, communicator.group_state()->key(), communicator.rank(),
-                              communicator.world_size(), options,
-                              look_for(communicator, options, device),
-                              "tensors on " + device.str());
-}
-
 }  // namespace
 
 std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
     const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
     const GroupOptions& options, c10::Device device) {
   auto made = std::make_unique<MessageDeviceTransport>(
-      communicator.world_size() > 1 ? make_backend(store, communicator, options, device) : nullptr,
+      communicator.world_size() > 1 ? make_device_backend(device, store, communicator, options)
+                                    : nullptr,
       communicator, options, device);
   try {
     made->connect();

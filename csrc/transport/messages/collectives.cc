@@ -10,7 +10,7 @@
 #include "collectives/call.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
-#include "transport/messages/hosts.h"
+#include "transport/messages/exchange.h"
 
 namespace ringcomm {
 namespace {

@@ -16,7 +16,7 @@
 #include "host/threads.h"
 #include "host/timed_store.h"
 #include "host/wait.h"
-#include "transport/messenger.h"
+#include "transport/transport.h"
 
 namespace ringcomm {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "collectives/call.h"
-#include "transport/messages/hosts.h"
+#include "transport/messages/exchange.h"
 #include "transport/shm/context.h"
 
 namespace ringcomm {

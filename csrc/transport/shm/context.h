@@ -14,7 +14,6 @@
 #include "core/chunk_layout.h"
 #include "host/group.h"
 #include "host/host_arch.h"
-#include "host/peer_event.h"
 #include "host/rendezvous.h"
 #include "host/shared_arena.h"
 #include "host/workers.h"
@@ -207,7 +206,7 @@ ShmCollective barrier, broadcast, all_gather, reduce_scatter;
 /// be read.
 std::size_t min_zero_copy_bytes(OpKind op, int world_size);
 
-/// alltoallv.cc: a rank has a shard for each other one, or for some, and the shards may differ
+/// There too: a rank has a shard for each other one, or for some, and the shards may differ
 /// in size.
 ShmCollective alltoallv;
 /// Throws Mismatched with the sizes that differ, for a call in which the shards of some ranks are

@@ -280,10 +280,10 @@ INCLUDED = (f"-I{ROOT / 'csrc'}", f"-I{ROOT}")
 
 
 def kernel_names() -> list[str]:
-    lists = [word for name in LISTS for word in ("-imacros", str(ROOT / name))]
-    command = ["c++", "-E", "-P", "-std=c++20", *INCLUDED, *lists, "-x", "c++", "-"]
-    source = "RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(KERNEL)"
-    text = subprocess.check_output(command, input=source, text=True)
+    list_file, losses = (str(ROOT / name) for name in LISTS)
+    command = ["c++", "-E", "-P", "-std=c++20", *INCLUDED, "-imacros", list_file, "-x", "c++", "-"]
+    text = subprocess.check_output(command, input="RINGCOMM_ALL_KERNELS(KERNEL)", text=True)
+    text += Path(losses).read_text()
     return re.findall(r"KERNEL\(ringcomm_(\w+),", text)
 
 
