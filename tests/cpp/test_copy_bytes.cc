@@ -194,6 +194,29 @@ TEST_CASE("a round whose calls do not come again ends after ten seconds") {
   CHECK(ranks.calls(20, kSplit) == 20);
 }
 
+// As an autotuner whose budget of time ended its samples,
+// https://github.com/AutoPas/AutoPas/pull/995.
+TEST_CASE("a round of calls that take long ends") {
+  constexpr CallTimes kLong{800'000, 1'600'000};
+  Ranks ranks;
+  ranks.calls(kRound + 1, kLong);
+  CHECK(ranks.calls(40, kLong) == 0);
+}
+
+// As of a stalled sample, https://github.com/ahrefs/ocannl/issues/855.
+TEST_CASE("a stop of a rank in a measured call does not put the next round off") {
+  constexpr CallTimes kStopped{5'000'000, 5'000'000};
+  for (int stopped = 0; stopped < kRound; ++stopped) {
+    Ranks ranks;
+    for (int call = 0; call < kRound; ++call) ranks.call(call == stopped ? kStopped : kSplit);
+    ranks.call(kSplit);
+    CHECK(ranks.calls(20, kSplit) == 20);
+    ranks.pass(std::chrono::seconds(1));
+    ranks.calls(kRound + 1, kShared);
+    CHECK(ranks.calls(20, kShared) == 0);
+  }
+}
+
 TEST_CASE("ranks whose shares differ stream what they have much of") {
   constexpr std::size_t kSmall = std::size_t{8} << 10, kMedium = std::size_t{32} << 10;
   Ranks ranks;

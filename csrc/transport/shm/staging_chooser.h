@@ -68,7 +68,7 @@ class StagingChooser {
       num_timed_ = 0;
       num_faster_ = 0;
       round_time_ = {};
-      next_round_at_ = now + kLongestRound;
+      next_round_at_ = now + kLongestGap;
     }
     is_timed_ = num_timed_ < kNumTimed &&
                 question_ == (question_.bit == kStreams ? of_stores : of_algorithm);
@@ -93,15 +93,19 @@ class StagingChooser {
   void end() {
     if (!is_timed_) return;
     pause();
-    round_time_ += elapsed_;
-    if (num_timed_ >= kFirstPair && is_second_) num_faster_ += elapsed_ < first_ ? 1 : 0;
+    if (num_timed_ >= kFirstPair && is_second_) {
+      num_faster_ += elapsed_ < first_ ? 1 : 0;
+      // A rank that was stopped is not as slow in the other call of the pair.
+      round_time_ += std::min(elapsed_, 8 * first_) + std::min(first_, 8 * elapsed_);
+    }
     first_ = elapsed_;
-    if (++num_timed_ < kNumTimed) return;
+    const bool is_over = ++num_timed_ == kNumTimed;
+    next_round_at_ = now_() + (is_over ? kPause * round_time_ : kLongestGap);
+    if (!is_over) return;
     // Slow calls, which come in rows on a busy machine, decide few pairs.
     if (num_faster_ >= kNumDecisive) kept_ = with_answer(true);
     if (num_faster_ <= kNumPairs - kNumDecisive) kept_ = with_answer(false);
     measured_ |= 1U << question_.bit;
-    next_round_at_ = now_() + kPause * round_time_;
   }
 
  private:
@@ -131,7 +135,7 @@ class StagingChooser {
   // The time to the next round, in times of a round, half of which is lost at most.
   static constexpr int kPause = 100;
   // Its calls may not come again: then the next call that can be timed begins another one.
-  static constexpr std::chrono::seconds kLongestRound{10};
+  static constexpr Clock::duration kLongestGap = std::chrono::seconds(10);
 
   bool does_next(int bit) const { return (next() >> bit & 1U) != 0; }
   Answers with_answer(bool is_second) const {
