@@ -107,10 +107,13 @@ std::string usable_cores() {
 
 std::vector<Cores> read_nodes(const std::string& folder) {
   std::vector<Cores> nodes;
-  for (std::string line;; nodes.push_back(cores_in(line))) {
-    std::ifstream file(folder + "/node" + std::to_string(nodes.size()) + "/cpulist");
-    if (!std::getline(file, line)) return nodes;
+  std::error_code error;  // their numbers may have gaps
+  for (std::filesystem::directory_iterator node(folder, error), end; node != end;
+       node.increment(error)) {
+    std::ifstream file(node->path() / "cpulist");
+    if (std::string line; std::getline(file, line)) nodes.push_back(cores_in(line));
   }
+  return nodes;
 }
 
 Cores cores_of_node(const Cores& cores, std::size_t near, const std::vector<Cores>& nodes) {
@@ -194,7 +197,9 @@ void Workers::end() {
   const double rate = static_cast<double>(taken_ticks_) / static_cast<double>(moved_bytes_);
   double& alone = alone_ticks_per_byte_;
   if (num_threads_ == 1) {
-    alone = alone == 0 ? rate : (alone + rate) / 2;
+    // A stop of the process in a call counts as twice the time at most, and is forgotten after a
+    // call without one.
+    alone = alone == 0 || rate < alone / 2 ? rate : (alone + std::min(rate, 2 * alone)) / 2;
   } else if (rate < alone) {
     num_alone_next_ = 2 * kFirstAlone;
   } else {
