@@ -191,6 +191,10 @@ def container_without_boot_id() -> None:
     os.environ["RINGCOMM_TRACE"] = tempfile.mkdtemp()
 
 
+def with_own_name(rank: int) -> None:
+    with_host_name(b"host%d" % rank, "shm", rank)
+
+
 def on_one_core() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
@@ -276,6 +280,13 @@ MACHINES = {
     "memfd_noexec": Machine(namespaces=CONTAINER, prepare=no_exec_container),
     "pid-namespaces": Machine(are_apart=True),
     "no-boot-id": Machine(namespaces=CONTAINER, prepare=container_without_boot_id),
+    # As reported at https://github.com/microsoft/WSL/issues/2518 of a kernel without one, of two.
+    "no-boot-id-two-names": Machine(
+        with_own_name,
+        namespaces=CONTAINER,
+        prepare=container_without_boot_id,
+        error="share no memory: host host",
+    ),
     "half-a-core": Machine(around=partial(machines.cpu_quota, 0.5)),
     "one-core": Machine(prepare=on_one_core),
     # As reported at https://github.com/google/sanitizers/issues/614 of waits that spin.
