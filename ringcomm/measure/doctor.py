@@ -192,7 +192,8 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
         text += " measurement: times are longer than on an idle machine"
         yield "others", text, "measure again when the machine is idle"
     num_cores = report["cpus"]["num_cores"] or known["cores"]
-    if is_busy and known["load"][0] > known["cores"]:  # a load alone may be of what has ended
+    load = known["load"] or [0.0]
+    if is_busy and load[0] > known["cores"]:  # a load alone may be of what has ended
         text = f"{_load_text(known['load'])}, on {counted(known['cores'], 'CPU')}: programs wait"
         yield "load", f"{text} for their turn", "measure again when the machine is idle"
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -254,7 +255,7 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
 def examine(world_size: int, seconds: float) -> dict[str, Any]:
     """The report that --json prints; has `group.errors` if the group cannot be made."""
     limits, known, memory = machine.read_limits(), machine.identity(), machine.memory()
-    huge, load = machine.huge_pages(), os.getloadavg()  # a load without the ranks below
+    huge, load = machine.huge_pages(), machine.load()  # a load without the ranks below
     group: dict[str, Any] = {}
     try:
         run_ranks(world_size, lambda team: _run_rank(team, seconds), group.update)
@@ -309,8 +310,10 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "tuning", f"{path} was tuned on this machine"
 
 
-def _load_text(load: Sequence[float]) -> str:
+def _load_text(load: Sequence[float] | None) -> str:
     """Averages that the kernel keeps: they tell of programs that have ended, too."""
+    if load is None:
+        return "the kernel does not say what the load is"
     return "load {:.2f} over the minute before, {:.2f} over 5, {:.2f} over 15".format(*load)
 
 

@@ -26,9 +26,17 @@ def utc_now() -> datetime.datetime:
     return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
 
 
+def _text_of(path: Path | str) -> str:
+    """Of a file of the kernel; "" where it is hidden."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
 def identity() -> dict[str, Any]:
     """The properties that must be equal for comparable figures: CPU, usable cores, kernel."""
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    names = re.findall(r"^model name\s*: (.*)$", _text_of("/proc/cpuinfo"), re.M)
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -59,7 +67,7 @@ def mapped_memory() -> dict[str, int]:
     """
     totals = {"Size": 0, "Rss": 0, "Pss": 0}
     is_ours = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in _text_of("/proc/self/smaps").splitlines():
         name, _, rest = line.partition(":")
         if " " in name:  # the first line of a mapping: addresses, permissions, ..., file
             is_ours = "/memfd:ringcomm" in line
@@ -74,11 +82,24 @@ def mapped_memory() -> dict[str, int]:
 
 def memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     """`total_bytes` of the machine, and the `available_bytes` that need no swapping."""
-    found = dict(re.findall(r"^(\w+): +(\d+) kB$", path.read_text(), re.M))
+    found = dict(re.findall(r"^(\w+): +(\d+) kB$", _text_of(path), re.M))
+
+    def bytes_of(name: str, pages: str) -> int:
+        if name in found:
+            return int(found[name]) << 10
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
     return {
-        "total_bytes": int(found["MemTotal"]) << 10,
-        "available_bytes": int(found["MemAvailable"]) << 10,
+        "total_bytes": bytes_of("MemTotal", "SC_PHYS_PAGES"),
+        "available_bytes": bytes_of("MemAvailable", "SC_AVPHYS_PAGES"),
     }
+
+
+def load() -> tuple[float, float, float] | None:
+    """The averages over 1, 5 and 15 minutes; None where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        return os.getloadavg()
+    return None
 
 
 def huge_pages(
@@ -100,8 +121,9 @@ def huge_pages(
 
 def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
     """The physical cores that this process may use; None where the kernel does not tell."""
-    paths = [cpus / f"cpu{cpu}/topology/thread_siblings_list" for cpu in os.sched_getaffinity(0)]
-    return len({path.read_text() for path in paths if path.exists()}) or None
+    usable = os.sched_getaffinity(0)
+    siblings = {i: _text_of(cpus / f"cpu{i}/topology/thread_siblings_list") for i in usable}
+    return len({text or i for i, text in siblings.items()}) if any(siblings.values()) else None
 
 
 def num_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
@@ -143,8 +165,8 @@ class OthersWatch:
 
     def _read(self) -> tuple[float, float]:
         # Interrupts are left out, because our own loopback traffic is not charged to a process.
-        ticks = [int(text) for text in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
-        user, nice, system, *_, steal = ticks
+        ticks = [int(text) for text in _text_of("/proc/stat").split(maxsplit=9)[1:9]]
+        user, nice, system, *_, steal = ticks or [0] * 4
         busy_s = (user + nice + system + steal) / TICKS_PER_S
         for pid in self._pids:
             # The time of a process that has ended counts as that of others: the safe side.
@@ -153,7 +175,7 @@ class OthersWatch:
         return time.monotonic(), busy_s
 
     def percent(self) -> float:
-        """Percent of all cores that others used since the start, in [0, 100]."""
+        """Percent of all cores that others used since the start, in [0, 100]; 0 if not known."""
         now, busy_s = self._read()
         elapsed_s = max(now - self._start[0], 1e-9) * (os.cpu_count() or 1)
         return 100 * min(1.0, max(0.0, (busy_s - self._start[1]) / elapsed_s))

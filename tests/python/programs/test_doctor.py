@@ -319,6 +319,29 @@ def test_two_threads_of_a_core_are_one(tmp_path: Path, monkeypatch: pytest.Monke
     for usable, expected in ((range(8), 4), ({0, 4}, 1), ({0, 1}, 2), ({3, 7, 2}, 2), ({99}, None)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, usable=usable: usable)
         assert machine.num_cores(cpus) == expected
+    # As reported at https://github.com/vllm-project/vllm/pull/38681, some have no topology.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 4, 98, 99})
+    assert machine.num_cores(cpus) == 3
+
+
+def test_what_the_kernel_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As reported at https://github.com/google/gvisor/issues/91 of /sys,
+    https://github.com/CypherpunkArmory/UserLAnd/issues/1476 of /proc/stat and
+    https://github.com/rust-psutil/rust-psutil/issues/82 of MemAvailable.
+    """
+    pages = tmp_path / "meminfo"
+    pages.write_text("MemTotal:        1048576 kB\nMemFree:          834036 kB\n")
+    found = machine.memory(pages)
+    assert found["total_bytes"] == 1 << 30 and found["available_bytes"] > 0
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / "hidden")
+    monkeypatch.setattr(os, "getloadavg", lambda: os.stat(tmp_path / "hidden"))
+    assert machine.memory(tmp_path / "hidden")["total_bytes"] > 0
+    assert machine.num_cores(tmp_path / "hidden") is None
+    assert machine.identity()["cpu"]
+    assert machine.OthersWatch([os.getpid()]).percent() == 0
+    assert machine.mapped_memory()["share_bytes"] == 0
+    assert machine.load() is None
+    assert doctor._load_text(machine.load()) == "the kernel does not say what the load is"
 
 
 def test_limits_of_a_cgroup(tmp_path: Path) -> None:
