@@ -17,6 +17,7 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.offload.transfers import views_in_row
 from ringcomm.parallel.optimizer_classes import of_parts, params_in, take_options
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.parameter_server.server import (
@@ -24,7 +25,6 @@ from ringcomm.parallel.parameter_server.server import (
     PUSH,
     STATE,
     Header,
-    Packing,
     Port,
     Server,
     owned_keys,
@@ -137,7 +137,7 @@ class ParameterServer:
         groups = self._optimizer.param_groups
         name_of = {param: name for name, param in trained.items()}
         self._params = {name_of[param]: param for param in params_in(groups)}
-        kinds = {name: _sent_as(name, param, wire_dtype) for name, param in self._params.items()}
+        likes = {name: _sent_as(name, param, wire_dtype) for name, param in self._params.items()}
         needs_whole(self._optimizer, elementwise, whole, is_copied=False)
         mine = {
             "options": (ranks, dedicated, staleness, wire_dtype),
@@ -155,11 +155,10 @@ class ParameterServer:
             group_desc="ringcomm parameter server",
         )
         start_equal(described, [self.group])
-        sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in kinds.items()}
-        self.keys = owned_keys(sizes, ranks)
+        self.keys = owned_keys({name: like.nbytes for name, like in likes.items()}, ranks)
         self.servers = list(self.keys)
         workers = [rank for rank in range(group.size()) if not (dedicated and rank in ranks)]
-        packings = {of: Packing(kinds[name] for name in names) for of, names in self.keys.items()}
+        likes_of = {of: [likes[name] for name in names] for of, names in self.keys.items()}
         rank = self.group.rank()
         self._server: Server | None = None
         if rank in self.keys:
@@ -171,11 +170,11 @@ class ParameterServer:
             here = [of_parts(each, parts) for each in groups]
             optimizer = _made(make_optimizer, here, copies)
             rounds: Any = {"is_in_rounds": staleness is not None}
-            self._server = Server(self.group, workers, packings[rank], copies, optimizer, **rounds)
+            self._server = Server(self.group, workers, likes_of[rank], copies, optimizer, **rounds)
         self._ports: list[Port] = []  # empty on a rank that is not a worker
         if rank in workers:
             self._ports = [
-                Port(self.group, of, names, packings[of], self._server if of == rank else None)
+                Port(self.group, of, names, likes_of[of], self._server if of == rank else None)
                 for of, names in self.keys.items()
             ]
         self._num_pushes = 0
@@ -209,7 +208,7 @@ class ParameterServer:
             for port, (version, message) in zip(self._ports, answers, strict=True):
                 if message is not None:
                     device = self._params[port.names[0]].device  # by one copy
-                    values = port.packing.views(message.to(device))
+                    values = views_in_row(message.to(device), port.likes)
                     for name, value in zip(port.names, values, strict=True):
                         self._params[name].copy_(value)
                 port.version = version
@@ -360,15 +359,14 @@ def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int
     return ranks
 
 
-def _sent_as(
-    name: str, param: nn.Parameter, wire_dtype: torch.dtype | None
-) -> tuple[torch.Size, torch.dtype]:
-    """Its shape and dtype on the wire: wire_dtype, or its own if that is no wider."""
+def _sent_as(name: str, param: nn.Parameter, wire_dtype: torch.dtype | None) -> Tensor:
+    """Like it on the wire, on the meta device: in wire_dtype, or in its own if that is no wider."""
     if type(param.data) is not Tensor or param.layout != torch.strided or param.is_meta:
         raise ValueError(f"parameters must be plain, dense tensors that have values; {name} is not")
-    if wire_dtype is None or not param.is_floating_point():
-        return param.shape, param.dtype
-    return param.shape, min(param.dtype, wire_dtype, key=lambda dtype: dtype.itemsize)
+    dtype = param.dtype
+    if wire_dtype is not None and dtype.is_floating_point:
+        dtype = min(dtype, wire_dtype, key=lambda each: each.itemsize)
+    return torch.empty(param.shape, dtype=dtype, device="meta")
 
 
 def _made(
