@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -102,10 +101,7 @@ def merge_folders(
 
     ``then`` gets the trace. Raises as `merge`.
     """
-    summary = merge(folders, output, now_ns)
-    about = f"{counted(summary.num_ranks, 'rank')}, {summary.num_events} events"
-    last = f"{output}: {about}; open it in https://ui.perfetto.dev"
-    for line in (*summary.notes, *summary.totals, last):
+    for line in merge(folders, output, now_ns):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     try:
         then(output)
@@ -117,19 +113,10 @@ def merge_folders(
     return EXIT_OK
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A summary of a trace: numbers of ranks and events, notes, and lines of totals."""
-
-    num_ranks: int
-    num_events: int
-    notes: list[str]
-    totals: list[str]
-
-
-def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
+def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> list[str]:
     """Writes one trace of the recordings and dumps in some folders; compressed if named .gz.
 
+    Returns a summary: notes, totals, and last the numbers of ranks and events.
     `now_ns` is this host's CLOCK_MONOTONIC as the end of unfinished events. 0: the time of the last
     record, or now if a process of this host still runs. Raises ValueError if nothing was recorded,
     a file is damaged, dumps are of different jobs, or clocks cannot be compared.
@@ -153,8 +140,9 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
             file.write((",\n" if num_events else "") + json.dumps(event))
             num_events += 1
         file.write("\n]}\n")
-    num_ranks, notes = len({p.rank for p in processes}), [*notes[1:], *writer.notes]
-    return Summary(num_ranks, num_events, notes, totals.lines())
+    about = f"{counted(len({p.rank for p in processes}), 'rank')}, {num_events} events"
+    last = f"{output}: {about}; open it in https://ui.perfetto.dev"
+    return [*notes[1:], *writer.notes, *totals.lines(), last]
 
 
 def _opened(path: Path) -> IO[str]:
