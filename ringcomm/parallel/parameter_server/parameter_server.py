@@ -1,7 +1,7 @@
 """ParameterServer: the interface of a rank that is a worker, a server, or both."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -113,7 +113,6 @@ class ParameterServer:
             )
         group = resolve_group(group, mesh)
         described = describe(model)
-        refuse(described, Asked("ParameterServer", "ParameterServer"))
         ranks = _checked_servers(servers, group.size())
         if dedicated and len(ranks) == group.size():
             raise ValueError("dedicated=True leaves no worker: use fewer servers or more ranks")
@@ -130,10 +129,11 @@ class ParameterServer:
             raise ValueError("no parameter requires grad: at least one is needed")
         given = trained.values() if param_groups is None else param_groups
         copied: list[Any] = [dict(each) if isinstance(each, dict) else each for each in given]
+        groups = torch.optim.Optimizer(copied, {}).param_groups
+        own = {*params_in(groups)}
+        refuse(described, Asked("ParameterServer", "ParameterServer", trained=own))
         # It never steps: it has the groups, and carries states for get_state_dict().
-        self._optimizer = _made(
-            make_optimizer, torch.optim.Optimizer(copied, {}).param_groups, trained
-        )
+        self._optimizer = _made(make_optimizer, groups, len(trained))
         groups = self._optimizer.param_groups
         name_of = {param: name for name, param in trained.items()}
         self._params = {name_of[param]: param for param in params_in(groups)}
@@ -168,7 +168,7 @@ class ParameterServer:
             }
             parts = {self._params[name]: copy for name, copy in copies.items()}
             here = [of_parts(each, parts) for each in groups]
-            optimizer = _made(make_optimizer, here, copies)
+            optimizer = _made(make_optimizer, here, len(copies))
             rounds: Any = {"is_in_rounds": staleness is not None}
             self._server = Server(self.group, workers, likes_of[rank], copies, optimizer, **rounds)
         self._ports: list[Port] = []  # empty on a rank that is not a worker
@@ -372,22 +372,15 @@ def _sent_as(name: str, param: nn.Parameter, wire_dtype: torch.dtype | None) -> 
 def _made(
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     groups: list[dict[str, Any]],
-    params: Mapping[str, nn.Parameter],
+    num_params: int,
 ) -> torch.optim.Optimizer:
-    """The optimizer of some groups, which must have each of the parameters once."""
+    """The optimizer of groups that have all of so many parameters, and must have each once."""
     given = [[id(param) for param in group["params"]] for group in groups]
-    every = sum(given, list[int]())
-    for name, param in params.items():
-        if id(param) not in every:
-            raise ValueError(
-                f"{name} requires grad but is in no parameter group: add it, or call"
-                " requires_grad_(False)"
-            )
     made = make_optimizer(groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"make_optimizer must return a torch optimizer, got {type(made).__name__}")
     taken = [[id(param) for param in group["params"]] for group in made.param_groups]
-    if taken != given or len(every) > len(params):
+    if taken != given or sum(map(len, given)) > num_params:
         raise ValueError(
             "make_optimizer returned an optimizer of other parameters: it must use the groups that"
             " it gets, and param_groups must have each parameter of the model that requires grad"
