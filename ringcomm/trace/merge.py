@@ -101,7 +101,9 @@ def merge_folders(
 
     ``then`` gets the trace. Raises as `merge`.
     """
-    for line in merge(folders, output, now_ns):
+    notes, totals = merge(folders, output, now_ns)
+    last = f"{output}: {totals.pop()}; open it in https://ui.perfetto.dev"
+    for line in (*notes, *totals, last):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     try:
         then(output)
@@ -113,10 +115,10 @@ def merge_folders(
     return EXIT_OK
 
 
-def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> list[str]:
+def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> tuple[list[str], list[str]]:
     """Writes one trace of the recordings and dumps in some folders; compressed if named .gz.
 
-    Returns a summary: notes, totals, and last the numbers of ranks and events.
+    Returns notes, and lines of totals, of which the last has the numbers of ranks and events.
     `now_ns` is this host's CLOCK_MONOTONIC as the end of unfinished events. 0: the time of the last
     record, or now if a process of this host still runs. Raises ValueError if nothing was recorded,
     a file is damaged, dumps are of different jobs, or clocks cannot be compared.
@@ -140,9 +142,8 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> list[str]:
             file.write((",\n" if num_events else "") + json.dumps(event))
             num_events += 1
         file.write("\n]}\n")
-    about = f"{counted(len({p.rank for p in processes}), 'rank')}, {num_events} events"
-    last = f"{output}: {about}; open it in https://ui.perfetto.dev"
-    return [*notes[1:], *writer.notes, *totals.lines(), last]
+    counts = f"{counted(len({p.rank for p in processes}), 'rank')}, {num_events} events"
+    return [*notes[1:], *writer.notes], [*totals.lines(), counts]
 
 
 def _opened(path: Path) -> IO[str]:
