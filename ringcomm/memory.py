@@ -124,7 +124,6 @@ def release(timeout: float = 1.0) -> bool:
 
 
 def _whole(size: object) -> int:
-    """The size of one dimension."""
     if not hasattr(size, "__index__"):
         raise TypeError(f"sizes of ringcomm.empty_shared must be whole numbers, got {size!r}")
     number = int(size.__index__())

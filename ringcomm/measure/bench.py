@@ -233,7 +233,9 @@ def sentence(rows: list[Row]) -> str:
     ratios = [row.ratio["p50"] for row in rows if row.num_bytes]
     steps = [row for row in rows if not row.num_bytes]
     even = [row for row in steps if row.is_even]
-    said = f"is {_span([row.ratio['p50'] for row in steps])} as fast"
+    medians = [row.ratio["p50"] for row in steps]
+    least, most = (f"{factor(ratio)}×" for ratio in (min(medians), max(medians)))
+    said = f"is {least if least == most else f'{least} to {most}'} as fast"
     if len(even) == len(steps):
         form = "median {1}×, 10–90 %: {0} to {2}"
         spreads = "; ".join(row.speed_up(form) for row in steps)
@@ -246,11 +248,6 @@ def sentence(rows: list[Row]) -> str:
         f" all_reduce is {factor(min(ratios))}× to {factor(max(ratios))}× as fast as Gloo's, and a"
         f" training step of a small transformer {said}."
     )
-
-
-def _span(ratios: list[float]) -> str:
-    low, high = (f"{factor(ratio)}×" for ratio in (min(ratios), max(ratios)))
-    return low if low == high else f"{low} to {high}"
 
 
 def page(rows: list[Row], machine: dict[str, Any], left_out: list[int]) -> str:

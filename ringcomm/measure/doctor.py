@@ -43,7 +43,6 @@ PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AF
 
 
 def _num_all_reduces() -> dict[str, int]:
-    """By algorithm."""
     found = ringcomm.stats(dist.group.WORLD)
     return {how: entry["num_calls"] for (op, how), entry in found.items() if op == "all_reduce"}
 

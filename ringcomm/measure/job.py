@@ -37,7 +37,6 @@ def _stat(pid: int) -> tuple[str, int, int]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The process and all below it."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -105,7 +104,6 @@ def _are_of_one_job(one: Rank, two: Rank) -> bool:
 
 
 def _jobs(ranks: list[Rank]) -> list[list[Rank]]:
-    """The ranks of each job."""
     found = []
     while ranks:
         members, rest = ranks[:1], ranks[1:]

@@ -214,7 +214,6 @@ class GradientPath:
     # ---- kept or applied
 
     def _reduced(self, slot: Slot, gradient: Gradient) -> None:
-        """The gradient of all ranks."""
         self._has_gradient = True
         mode = self._phase if self._phase != "plain" else self._mode
         if mode in ("facts", "deferred"):

@@ -42,7 +42,6 @@ class _UpdatedWeight(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the function; raises if that returns values."""
         with without_torch_function():
             result = func(*args, **(kwargs or {}))
         if not in_backward() or func == _grad.__get__:
@@ -321,16 +320,12 @@ class Slot:
         """Whether the current backward pass will still produce a gradient of the weight."""
         if self.first_runs or (self.has_plain_use and self.total is not None):
             return True
-        return self.arrived_in != current and self.autograd_will_bring()
-
-    def autograd_will_bring(self) -> bool:
-        """Whether the current backward pass produces a gradient for the parameter itself."""
         whole = self.whole
-        if not whole.requires_grad:
+        if self.arrived_in == current or not whole.requires_grad:
             return False
-        current = id(whole), whole.dtype, whole.device  # a weight that moves gets a new node
-        if self._node_is_for != current:
+        place = id(whole), whole.dtype, whole.device  # a weight that moves gets a new node
+        if self._node_is_for != place:
             with without_torch_function():
                 self._node = torch.autograd.graph.get_gradient_edge(whole).node
-            self._node_is_for = current
+            self._node_is_for = place
         return will_run(self._node)

@@ -12,7 +12,7 @@ from ringcomm.integrations.transformers.training import LossInModel
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.loss import Loss, PartLoss
 from ringcomm.parallel.mesh import ParallelDims
-from ringcomm.parallel.model.describe import Model
+from ringcomm.parallel.model.describe import Model, unwrapped
 from ringcomm.parallel.tensor.splits import SplitModule
 
 
@@ -29,7 +29,7 @@ class Adapter:
         self, model: Any, described: Model, dims: ParallelDims, loss_fn: Loss | None, **loss: Any
     ) -> None:
         """`loss_fn` is None for the loss in the model; `loss` are options of PartLoss."""
-        self._given, self._model = model, described.unwrapped
+        self._given, self._model = model, unwrapped(described.module)
         self.dims, self._loss = dims, loss
         self._part_loss = None if loss_fn is None else PartLoss(loss_fn, **loss)
         kinds = {type(module) for module in described.module.modules()}

@@ -191,7 +191,6 @@ def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _own(grad: Tensor) -> Tensor:
-    """This rank's elements of a gradient."""
     if not isinstance(grad, DTensor):
         return grad
     whole = [Replicate() if p.is_partial() else p for p in grad.placements]

@@ -192,7 +192,6 @@ def _timed(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _resolved(sizes: dict[str, int], world_size: int) -> dict[str, int]:
-    """The sizes, with -1 resolved."""
     for axis, size in sizes.items():
         may_be_rest = axis in ("dp", "fsdp")
         if size < 1 and not (size == -1 and may_be_rest):

@@ -252,11 +252,15 @@ class States:
     def load(self, groups: list[State], states: Mapping[Any, State], **how: bool) -> None:
         """Takes parameter groups, and states by weight. Those with step 0 stand for none."""
         self._load(groups, states, **how)
-        counting = [param for param in states if _counts_from_0(self.inner_of(param))]
-        at_0 = [param for param in counting if float(states[param].get("step", 1)) == 0]
         unstepped = self._unstepped()
         unstepped.clear()
-        unstepped.update((param, self._seen(param)) for param in at_0)
+        for param, state in states.items():
+            inner = self.inner_of(param)
+            # Those of torch count from 0; Adagrad has its states from the start.
+            is_torchs = type(inner).__module__.startswith("torch.optim")
+            counts_from_0 = is_torchs and not isinstance(inner, torch.optim.Adagrad)
+            if counts_from_0 and float(state.get("step", 1)) == 0:
+                unstepped[param] = self._seen(param)
 
     def _unstepped(self) -> dict[Any, Any]:
         """The states that stand for none, which the next step drops."""
@@ -322,9 +326,3 @@ def _versions(kept: Any) -> list[int]:
     """Of the tensors of a state, which change when they are written."""
     values = kept.values() if isinstance(kept, dict) else ()
     return [version_of(value) for value in values if isinstance(value, Tensor)]
-
-
-def _counts_from_0(inner: Any) -> bool:
-    """Whether a class has step 0 in states that stand for none."""
-    is_torchs = type(inner).__module__.startswith("torch.optim")
-    return is_torchs and not isinstance(inner, torch.optim.Adagrad)

@@ -23,7 +23,7 @@ from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, retire
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.steps import Parallelized
 from ringcomm.parallel.tensor.replicas import check_replicas
-from ringcomm.parallel.torch_checks import note_asked
+from ringcomm.parallel.torch_checks import asked
 from ringcomm.parallel.zero.inner import ShardOptions
 
 MakeOptimizer = Callable[
@@ -116,7 +116,7 @@ def parallelize(
     # These two import torch.distributed.pipelining, and ringcomm.parallel itself.
     from ringcomm.parallel.adapter import Adapter
     from ringcomm.parallel.pipeline import Pipeline
-    from ringcomm.parallel.pipeline.schedules import SCHEDULES
+    from ringcomm.parallel.pipeline.schedules import make_plan
 
     mesh_given: Any = dims
     if not isinstance(mesh_given, ParallelDims):
@@ -132,9 +132,8 @@ def parallelize(
         name = type(given).__name__
         why = f"optimizer must be a function that makes one: lambda params: {name}(params)"
         raise TypeError(why)
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
-    options_of_zero = _check_options(dims, stage, num, shard_options, **tensor_options)
+    make_plan(schedule, dims.pp, num)  # raises for one that there is not
+    options_of_zero = _check_options(dims, stage, shard_options, **tensor_options)
     given_model = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
     described = describe(given_model)
     is_whole = dims["batch"].size() * num == 1
@@ -180,7 +179,7 @@ def parallelize(
     for each in optimizers_of(made):
         _check_optimizer(own, each, asks, of_others=of_others)
         if asks is not None:  # else layers that are split by hand ask at its first step
-            note_asked(each)
+            asked.add(each)
     firsts = optimizers_of(first) if is_twice else ()
     for each, same in zip(firsts, optimizers_of(made), strict=False):
         if each is not same:
@@ -297,7 +296,6 @@ def _check_optimizer(
 def _check_options(
     dims: ParallelDims,
     stage: int,
-    num_microbatches: int,
     shard_options: Mapping[str, Any],
     *,
     sequence_parallel: bool,
@@ -310,7 +308,6 @@ def _check_options(
     options = ShardOptions(**shard_options)
     given = ", ".join(sorted(shard_options))
     problems = {
-        f"num_microbatches must be a positive number, got {num_microbatches}": num_microbatches < 1,
         "gather_logits does not work in a pipeline: leave it out, or use pp=1": (
             gather_logits and dims.tp > 1 and dims.pp > 1
         ),

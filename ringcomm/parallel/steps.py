@@ -148,12 +148,6 @@ class Parallelized:
         if unused:
             torch.autograd.backward(unused, [torch.zeros_like(param) for param in unused])
 
-    def _drop_unused(self, num_used: list[float]) -> None:
-        """Removes the zeros of weights that no rank has used: weight decay leaves these."""
-        for param, num in zip(self._ddp_weights, num_used, strict=True):
-            if num == 0:
-                param.grad = None
-
     def evaluate(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """The loss of a batch as of step(), without gradients. Collective."""
         batch, num_items = self._prepared(inputs, targets, self._num_parts)
@@ -224,7 +218,10 @@ class Parallelized:
             dist.all_reduce(numbers, group=group)
             loss = numbers[0] / group.size()
             if not all(self._used):
-                self._drop_unused(numbers[1:].tolist())
+                # Zeros of weights that no rank has used go: weight decay leaves these.
+                for param, num in zip(self._ddp_weights, numbers[1:].tolist(), strict=True):
+                    if num == 0:
+                        param.grad = None
         if self._is_sent is not None:  # the program may write its pinned batch again
             self._is_sent.synchronize()
         return loss

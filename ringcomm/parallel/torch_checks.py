@@ -26,18 +26,14 @@ _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _needs_whole = functools.partial(
     needs_whole, is_copied=False, say="call ringcomm.parallel.declare_optimizers({})"
 )
-_asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Those that were asked, also by parallelize().
+asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def register_part(module: nn.Module) -> None:
     """Registers a module whose parameters are sharded over the ranks of its attribute `group`."""
     _modules.add(module)
     _check_torch()
-
-
-def note_asked(optimizer: torch.optim.Optimizer) -> None:
-    """Of an optimizer whose class parallelize() has asked for."""
-    _asked.add(optimizer)
 
 
 @functools.cache
@@ -74,7 +70,7 @@ def _check_torch() -> None:
 @untraced
 def _ask_class(optimizer: Any, *_: Any) -> None:
     """Before an optimizer's first step: raises TypeError if it cannot take parts of a model."""
-    if optimizer in _asked or type(optimizer).__module__.startswith("ringcomm."):
+    if optimizer in asked or type(optimizer).__module__.startswith("ringcomm."):
         return
     given = {id(param) for param in params_in(optimizer.param_groups)}
     parts: Any = _parts_with(given)
@@ -86,7 +82,7 @@ def _ask_class(optimizer: Any, *_: Any) -> None:
                 " model, so that ranks would make different steps: use an optimizer that updates"
                 " each element of a weight by itself, such as AdamW"
             )
-    _asked.add(optimizer)
+    asked.add(optimizer)
 
 
 def _params_with(grads: set[int]) -> list[Any]:

@@ -116,23 +116,19 @@ class Plans:
     def headline(self) -> str:
         """The job and the cluster, in two lines; a third where ranks share memory."""
         shape, cluster, job = self.shape, self.cluster, self.job
+        of_memory = ""  # the cores of shared memory's collectives, and costs not measured
+        if (machine := cluster.hardware.machine) is not None:
+            missing = ", ".join(machine.costs.defaults)
+            more = f"; not measured, but defaults: {missing}" if missing else ""
+            of_memory = f"\ncollectives inside a host run on {counted(machine.cores, 'core')}{more}"
         return (
             f"{shape.name}: {shape.num_params:,} parameters, {shape.layers} layers of"
             f" {shape.hidden}; {job.tokens:,} tokens per step in sequences of {job.sequence:,},"
             f" {job.precision}, {job.optimizer}\n"
             f"{cluster.num_gpus:,} × {cluster.hardware.name} with {in_gib(cluster.memory_bytes)},"
             f" {cluster.per_host} per host; {len(self.ranked):,} plans fit,"
-            f" {len(self.refused):,} do not{self._machine_line()}"
+            f" {len(self.refused):,} do not{of_memory}"
         )
-
-    def _machine_line(self) -> str:
-        """Of collectives in shared memory: the cores, and which costs are not measured."""
-        machine = self.cluster.hardware.machine
-        if machine is None:
-            return ""
-        missing = ", ".join(machine.costs.defaults)
-        not_measured = f"; not measured, but defaults: {missing}" if missing else ""
-        return f"\ncollectives inside a host run on {counted(machine.cores, 'core')}{not_measured}"
 
     def table(self, top: int) -> str:
         """A table of the first plans; all if top is 0. LEGEND explains it."""
@@ -181,7 +177,6 @@ class Plans:
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
-    """The explanation, in the order of the calculation."""
     c, memory, time = plan.candidate, plan.memory, plan.time
     parts = [f"{name} {in_gib(getattr(memory, name))}" for name in DEVICE_PARTS]
     reserved = c.cluster.hardware.reserved_bytes

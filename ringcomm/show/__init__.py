@@ -15,6 +15,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from operator import itemgetter
 from pathlib import Path
@@ -47,18 +48,18 @@ class Ring(NamedTuple):
     ranks: dict[int, str]  # names, by the `pid` of the events
 
 
-def load(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace. Raises ValueError if `ringcomm trace` has not written the file."""
+@contextmanager
+def _events_of(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """The events of a trace, to read; raises ValueError if they are not of `ringcomm trace`."""
+    wrong = AttributeError, EOFError, LookupError, TypeError, ValueError, zlib.error
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             whole = json.load(file)
-        # A trace of another program has other events, with other arguments.
-        if "clock" in whole["otherData"]:
-            events: list[dict[str, Any]] = whole["traceEvents"]
-            return events
-    except (EOFError, KeyError, TypeError, ValueError, gzip.BadGzipFile, zlib.error):
-        pass
-    raise ValueError(f"{path} is not a trace written by `ringcomm trace`, or not all of it")
+        whole["otherData"]["clock"]  # a trace of another program has other events
+        yield whole["traceEvents"]
+    except (gzip.BadGzipFile, *wrong):
+        text = f"{path} is not a trace written by `ringcomm trace`, or not all of it"
+        raise ValueError(text) from None
 
 
 def ring_of(path: Path, seq: int | None = None) -> Ring:
@@ -66,8 +67,7 @@ def ring_of(path: Path, seq: int | None = None) -> Ring:
 
     Raises ValueError if there is none.
     """
-    events = load(path)
-    try:
+    with _events_of(path) as events:
         found = [
             e for e in events if e.get("cat") == "step" and seq in (None, e["args"].get("seq"))
         ]
@@ -80,8 +80,6 @@ def ring_of(path: Path, seq: int | None = None) -> Ring:
             names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
             ranks = {row: names[row] for row in sorted({e["pid"] for e in steps})}
             return Ring(whole, steps, waits, ranks)
-    except (AttributeError, LookupError, TypeError, ValueError):
-        raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
     of_call = "" if seq is None else f" of call #{seq}"
     raise ValueError(
         f"{path} has no ring collective{of_call};"
@@ -265,13 +263,10 @@ def _shown_events(found: list[dict[str, Any]], rows: dict[Any, int]) -> Iterator
 
 def trace(path: Path) -> dict[str, Any]:
     """Of page `trace`: a trace of `ringcomm trace`. Times are in µs."""
-    try:
-        found = load(path)
+    with _events_of(path) as found:
         names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
         rows = {pid: row for row, pid in enumerate(sorted(names))}
         events = [*_shown_events(found, rows)]
-    except (AttributeError, LookupError, TypeError):
-        raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
     if not events:
         raise ValueError(f"{path} has no call")
     events.sort(key=lambda event: event["begin"])

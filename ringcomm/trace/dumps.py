@@ -163,7 +163,6 @@ class _PlainUnpickler(pickle.Unpickler):
     """Loads no classes and functions: a file of somebody else runs nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuses all."""
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a dump")
 
 

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -102,10 +101,9 @@ def merge_folders(
 
     ``then`` gets the trace. Raises as `merge`.
     """
-    summary = merge(folders, output, now_ns)
-    about = f"{counted(summary.num_ranks, 'rank')}, {summary.num_events} events"
-    last = f"{output}: {about}; open it in https://ui.perfetto.dev"
-    for line in (*summary.notes, *summary.totals, last):
+    notes, totals = merge(folders, output, now_ns)
+    last = f"{output}: {totals.pop()}; open it in https://ui.perfetto.dev"
+    for line in (*notes, *totals, last):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     try:
         then(output)
@@ -117,19 +115,10 @@ def merge_folders(
     return EXIT_OK
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A summary of a trace: numbers of ranks and events, notes, and lines of totals."""
-
-    num_ranks: int
-    num_events: int
-    notes: list[str]
-    totals: list[str]
-
-
-def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
+def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> tuple[list[str], list[str]]:
     """Writes one trace of the recordings and dumps in some folders; compressed if named .gz.
 
+    Returns notes, and lines of totals, of which the last has the numbers of ranks and events.
     `now_ns` is this host's CLOCK_MONOTONIC as the end of unfinished events. 0: the time of the last
     record, or now if a process of this host still runs. Raises ValueError if nothing was recorded,
     a file is damaged, dumps are of different jobs, or clocks cannot be compared.
@@ -153,8 +142,8 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
             file.write((",\n" if num_events else "") + json.dumps(event))
             num_events += 1
         file.write("\n]}\n")
-    num_ranks, notes = len({p.rank for p in processes}), [*notes[1:], *writer.notes]
-    return Summary(num_ranks, num_events, notes, totals.lines())
+    counts = f"{counted(len({p.rank for p in processes}), 'rank')}, {num_events} events"
+    return [*notes[1:], *writer.notes], [*totals.lines(), counts]
 
 
 def _opened(path: Path) -> IO[str]:

@@ -164,7 +164,6 @@ def _end(event: dict[str, Any]) -> float:
 
 
 def _of_dump(dump: Known) -> Process:
-    """A dump as a recording."""
     record = dump.record
     info = {"pid": record.pid, "host": dump.host, "clock": dump.clock}
     process = Process(info, min((call.begin_ns for call in record.calls), default=record.read_ns))

@@ -66,8 +66,6 @@ def problem_of_blocks(model: Any) -> str:
 
 
 class _Call(nn.Module):
-    """Calls a function."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.forward = function

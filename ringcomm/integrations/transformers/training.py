@@ -18,7 +18,7 @@ from ringcomm.ops.losses.options import InPlace, check_inplace
 from ringcomm.optim import InBackwardOptimizer
 from ringcomm.parallel.loss import Batch, CountItems, PartLoss, count_of_mean
 from ringcomm.parallel.model.cut import find_shards
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.describe import unwrapped
 from ringcomm.parallel.tensor.regions import gather_from_tp
 from ringcomm.torch_names import TORCH_VERSION, AsDTensor
 
@@ -47,7 +47,7 @@ def patch_loss(
     """
     check_inplace(inplace, "mean")
     options = {"inplace": inplace, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    inner = describe(model).unwrapped
+    inner = unwrapped(model)
     inner.loss_function = partial(causal_lm_loss, **{**loss_options_of(inner), **options})
     return model
 
@@ -238,7 +238,6 @@ class LossInModel(PartLoss):
 
 
 def _loss_of(output: Any, *_: Any, **__: Any) -> Tensor:
-    """The loss that a model has computed itself."""
     return output.loss
 
 

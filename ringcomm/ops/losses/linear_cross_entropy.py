@@ -234,7 +234,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
-        """The gradients of hidden states, weight and bias."""
         none = (None,) * 9
         if ctx.is_done:
             return *(scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors), *none

@@ -155,7 +155,6 @@ class LossOptions(NamedTuple):
         return "entropy" in self.outputs or "accuracy" in self.outputs
 
     def _for_logits(self, shard: VocabShard) -> tuple[Any, ...]:
-        """The options that describe the logits."""
         return shard.start, shard.size, self.ignore_index, self.logit_scale, self.softcap or 0.0
 
     def for_stats(self, shard: VocabShard) -> tuple[Any, ...]:

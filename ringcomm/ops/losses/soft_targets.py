@@ -115,7 +115,6 @@ def check_classes(target: Tensor, vocab_size: int, ignore_index: int) -> None:
 
 
 def _scaled(rows: Tensor, options: LossOptions) -> Tensor:
-    """z of some rows."""
     z = rows.to(torch.promote_types(rows.dtype, torch.float32)) * options.logit_scale
     return torch.tanh(z / options.softcap) * options.softcap if options.softcap else z
 
@@ -134,8 +133,6 @@ def _blocks(
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """The loss of each row."""
-
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions

@@ -123,24 +123,20 @@ def _agree(needs: Sequence[int], dtypes: Sequence[int]) -> bool:
     return NEEDS_GRADIENT in needs
 
 
-def dispatch(rows: Tensor, plan: DispatchPlan) -> Tensor:
+def dispatch(rows: Tensor, plan: DispatchPlan) -> tuple[Tensor, list[Tensor]]:
     """Sends this rank's rows, (rows, width) ordered by expert, to the ranks of their experts.
 
-    Returns the rows for this rank's experts, those of rank 0 first. Collective, forward and
-    backward. The forward pass sends the rows whose experts are on other ranks, the backward pass
-    those received from other ranks. A rank whose own rows need no gradient takes part in the
-    others' backward pass.
+    Returns all rows for this rank's experts, those of rank 0 first, and those of each. Collective,
+    forward and backward. The forward pass sends the rows whose experts are on other ranks, the
+    backward pass those received from other ranks. A rank whose own rows need no gradient takes part
+    in the others' backward pass.
     """
     if plan.needs_grad and not rows.requires_grad:
         rows = rows.detach().requires_grad_()
-    return _exchange(rows, plan.sent, plan.received, plan.group)
-
-
-def by_expert(received: Tensor, plan: DispatchPlan) -> list[Tensor]:
-    """The rows of dispatch() for each expert of this rank."""
+    received = _exchange(rows, plan.sent, plan.received, plan.group)
     pieces = received.split([num for of_rank in plan.table for num in of_rank])
     num_local = len(plan.table[0])
-    return [torch.cat(pieces[local::num_local]) for local in range(num_local)]
+    return received, [torch.cat(pieces[local::num_local]) for local in range(num_local)]
 
 
 def combine(results: Sequence[Tensor], received: Tensor, plan: DispatchPlan) -> Tensor:

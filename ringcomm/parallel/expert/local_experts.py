@@ -18,7 +18,6 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.expert.dispatch import (
     DispatchPlan,
-    by_expert,
     combine,
     counts_of,
     dispatch,
@@ -146,9 +145,9 @@ class LocalExperts(PartModule):
 
         Every expert runs, even on no rows, so that its parameters have gradients in every step.
         """
-        received = dispatch(rows, plan)
+        received, of_experts = dispatch(rows, plan)
         results = []
-        for (idx, expert), part in zip(self.items(), by_expert(received, plan), strict=True):
+        for (idx, expert), part in zip(self.items(), of_experts, strict=True):
             result = expert(part)
             if result.shape != part.shape:
                 raise ValueError(

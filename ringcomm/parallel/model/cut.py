@@ -164,18 +164,6 @@ class Axes(NamedTuple):
         return self._replace(shardings=shardings, groups=(*order,))
 
 
-def mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:
-    """The groups of a DTensor's mesh, and how many ranks of the mesh have the same elements."""
-    if not isinstance(param, DTensor):
-        return [], 1
-    mesh, groups, num_copies = param.device_mesh, [], 1
-    for dim, placement in enumerate(param.placements):
-        if mesh.size(dim) > 1:
-            groups.append(mesh.get_group(dim))
-            num_copies *= mesh.size(dim) if placement.is_replicate() else 1
-    return groups, num_copies
-
-
 def overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
     """Whether two groups have more than one rank in common."""
     ranks = set(dist.get_process_group_ranks(one))
@@ -199,7 +187,6 @@ class _Owners:
                 self._owner_of[param] = weakref.ref(owner)
 
     def find(self, param: Tensor) -> Any:
-        """The owner of a parameter, or None."""
         reference = self._owner_of.get(param)
         return None if reference is None else reference()
 

@@ -8,6 +8,7 @@ between steps, such as `requires_grad`, is read when it is asked.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import local_of, take_from_rank0
-from ringcomm.parallel.model.cut import Axes, Cut, Sharding, cut_of, find_shards, mesh_of, overlap
+from ringcomm.parallel.model.cut import Axes, Cut, Sharding, cut_of, find_shards, overlap
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
 from ringcomm.parallel.tensor.splits import PartModule, Split, SplitModule, tensor_groups_of
 from ringcomm.torch_names import WRAPPERS, children_of
@@ -49,6 +50,15 @@ class Weight:
         """The first of its names."""
         return self.names[0]
 
+    @property
+    def mesh_groups(self) -> dict[dist.ProcessGroup, bool]:
+        """Of a DTensor's mesh: of each group with several ranks, whether these have the same."""
+        if not isinstance(self.tensor, DTensor):
+            return {}
+        mesh, placements = self.tensor.device_mesh, enumerate(self.tensor.placements)
+        dims = [(dim, placed.is_replicate()) for dim, placed in placements if mesh.size(dim) > 1]
+        return {mesh.get_group(dim): is_replicated for dim, is_replicated in dims}
+
     def data_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         """The ranks of a data-parallel group that average its gradient; None if this one is alone.
 
@@ -65,11 +75,8 @@ class Weight:
 
     def cut(self, span: tuple[int, int] | None = None) -> Cut:
         """Its elements on this rank, or the flat elements [begin, end) of them."""
-        groups = []
-        if isinstance(self.tensor, DTensor):
-            mesh, placements = self.tensor.device_mesh, enumerate(self.tensor.placements)
-            groups = [mesh.get_group(dim) for dim, p in placements if not p.is_replicate()]
-        elif (shards := find_shards(self.tensor)) is not None:
+        groups = [group for group, is_replicated in self.mesh_groups.items() if not is_replicated]
+        if (shards := find_shards(self.tensor)) is not None:
             groups, span = [shards.unit_of(self.tensor).group], span or shards.range_of(self.tensor)
         if self.layer is not None:
             groups.append(self.layer.group)
@@ -98,11 +105,6 @@ class Model:
                     weight.split = splits.get(key, weight.split)
                     if isinstance(owner, SplitModule) and key in splits:
                         weight.layer = owner
-
-    @cached_property
-    def unwrapped(self) -> Any:
-        """The module in wrappers of torch, and of PEFT."""
-        return unwrapped(self.module)
 
     @property
     def names(self) -> dict[str, Tensor]:
@@ -160,7 +162,8 @@ class Model:
         for param, weight in self.weights.items():
             if self.stage is not None and self.stage.is_counted_elsewhere(param):
                 continue
-            groups, num_copies = mesh_of(param)
+            groups = [*weight.mesh_groups]
+            num_copies = prod(of.size() for of, is_same in weight.mesh_groups.items() if is_same)
             mesh_groups += groups
             experts = None if weight.experts is None else weight.experts.group
             if weight.layer is not None and weight.split is not None:

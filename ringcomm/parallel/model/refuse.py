@@ -200,10 +200,10 @@ _WEIGHTS = (
         "weights to shard must be dense and contiguous, but {name} is not",
     ),
     _Row(
-        _ZERO,
+        _ZERO | _SERVER,
         lambda w, a: w.tensor.requires_grad and not _is_trained(w, a),
-        "{name} requires grad and is in no parameter group of the optimizer, so that its replicas"
-        " would diverge: add it, or call requires_grad_(False)",
+        "{name} requires grad and is in no parameter group of the optimizer, so nothing keeps its"
+        " replicas equal: add it, or call requires_grad_(False)",
     ),
     _Row(
         _ZERO,

@@ -50,7 +50,6 @@ class _Fetched:
         return self._copies
 
     def end_use(self) -> None:
-        """After the last call."""
         if self.upload is not None:
             self.upload.end_use()
 

@@ -1,7 +1,7 @@
 """ParameterServer: the interface of a rank that is a worker, a server, or both."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.offload.transfers import views_in_row
 from ringcomm.parallel.optimizer_classes import of_parts, params_in, take_options
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.parameter_server.server import (
@@ -24,7 +25,6 @@ from ringcomm.parallel.parameter_server.server import (
     PUSH,
     STATE,
     Header,
-    Packing,
     Port,
     Server,
     owned_keys,
@@ -113,7 +113,6 @@ class ParameterServer:
             )
         group = resolve_group(group, mesh)
         described = describe(model)
-        refuse(described, Asked("ParameterServer", "ParameterServer"))
         ranks = _checked_servers(servers, group.size())
         if dedicated and len(ranks) == group.size():
             raise ValueError("dedicated=True leaves no worker: use fewer servers or more ranks")
@@ -130,14 +129,15 @@ class ParameterServer:
             raise ValueError("no parameter requires grad: at least one is needed")
         given = trained.values() if param_groups is None else param_groups
         copied: list[Any] = [dict(each) if isinstance(each, dict) else each for each in given]
+        groups = torch.optim.Optimizer(copied, {}).param_groups
+        own = {*params_in(groups)}
+        refuse(described, Asked("ParameterServer", "ParameterServer", trained=own))
         # It never steps: it has the groups, and carries states for get_state_dict().
-        self._optimizer = _made(
-            make_optimizer, torch.optim.Optimizer(copied, {}).param_groups, trained
-        )
+        self._optimizer = _made(make_optimizer, groups, len(trained))
         groups = self._optimizer.param_groups
         name_of = {param: name for name, param in trained.items()}
         self._params = {name_of[param]: param for param in params_in(groups)}
-        kinds = {name: _sent_as(name, param, wire_dtype) for name, param in self._params.items()}
+        likes = {name: _sent_as(name, param, wire_dtype) for name, param in self._params.items()}
         needs_whole(self._optimizer, elementwise, whole, is_copied=False)
         mine = {
             "options": (ranks, dedicated, staleness, wire_dtype),
@@ -155,11 +155,10 @@ class ParameterServer:
             group_desc="ringcomm parameter server",
         )
         start_equal(described, [self.group])
-        sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in kinds.items()}
-        self.keys = owned_keys(sizes, ranks)
+        self.keys = owned_keys({name: like.nbytes for name, like in likes.items()}, ranks)
         self.servers = list(self.keys)
         workers = [rank for rank in range(group.size()) if not (dedicated and rank in ranks)]
-        packings = {of: Packing(kinds[name] for name in names) for of, names in self.keys.items()}
+        likes_of = {of: [likes[name] for name in names] for of, names in self.keys.items()}
         rank = self.group.rank()
         self._server: Server | None = None
         if rank in self.keys:
@@ -169,13 +168,13 @@ class ParameterServer:
             }
             parts = {self._params[name]: copy for name, copy in copies.items()}
             here = [of_parts(each, parts) for each in groups]
-            optimizer = _made(make_optimizer, here, copies)
+            optimizer = _made(make_optimizer, here, len(copies))
             rounds: Any = {"is_in_rounds": staleness is not None}
-            self._server = Server(self.group, workers, packings[rank], copies, optimizer, **rounds)
+            self._server = Server(self.group, workers, likes_of[rank], copies, optimizer, **rounds)
         self._ports: list[Port] = []  # empty on a rank that is not a worker
         if rank in workers:
             self._ports = [
-                Port(self.group, of, names, packings[of], self._server if of == rank else None)
+                Port(self.group, of, names, likes_of[of], self._server if of == rank else None)
                 for of, names in self.keys.items()
             ]
         self._num_pushes = 0
@@ -209,7 +208,7 @@ class ParameterServer:
             for port, (version, message) in zip(self._ports, answers, strict=True):
                 if message is not None:
                     device = self._params[port.names[0]].device  # by one copy
-                    values = port.packing.views(message.to(device))
+                    values = views_in_row(message.to(device), port.likes)
                     for name, value in zip(port.names, values, strict=True):
                         self._params[name].copy_(value)
                 port.version = version
@@ -360,36 +359,28 @@ def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int
     return ranks
 
 
-def _sent_as(
-    name: str, param: nn.Parameter, wire_dtype: torch.dtype | None
-) -> tuple[torch.Size, torch.dtype]:
-    """Its shape and dtype on the wire: wire_dtype, or its own if that is no wider."""
+def _sent_as(name: str, param: nn.Parameter, wire_dtype: torch.dtype | None) -> Tensor:
+    """Like it on the wire, on the meta device: in wire_dtype, or in its own if that is no wider."""
     if type(param.data) is not Tensor or param.layout != torch.strided or param.is_meta:
         raise ValueError(f"parameters must be plain, dense tensors that have values; {name} is not")
-    if wire_dtype is None or not param.is_floating_point():
-        return param.shape, param.dtype
-    return param.shape, min(param.dtype, wire_dtype, key=lambda dtype: dtype.itemsize)
+    dtype = param.dtype
+    if wire_dtype is not None and dtype.is_floating_point:
+        dtype = min(dtype, wire_dtype, key=lambda each: each.itemsize)
+    return torch.empty(param.shape, dtype=dtype, device="meta")
 
 
 def _made(
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     groups: list[dict[str, Any]],
-    params: Mapping[str, nn.Parameter],
+    num_params: int,
 ) -> torch.optim.Optimizer:
-    """The optimizer of some groups, which must have each of the parameters once."""
+    """The optimizer of groups that have all of so many parameters, and must have each once."""
     given = [[id(param) for param in group["params"]] for group in groups]
-    every = sum(given, list[int]())
-    for name, param in params.items():
-        if id(param) not in every:
-            raise ValueError(
-                f"{name} requires grad but is in no parameter group: add it, or call"
-                " requires_grad_(False)"
-            )
     made = make_optimizer(groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"make_optimizer must return a torch optimizer, got {type(made).__name__}")
     taken = [[id(param) for param in group["params"]] for group in made.param_groups]
-    if taken != given or len(every) > len(params):
+    if taken != given or sum(map(len, given)) > num_params:
         raise ValueError(
             "make_optimizer returned an optimizer of other parameters: it must use the groups that"
             " it gets, and param_groups must have each parameter of the model that requires grad"

@@ -6,10 +6,9 @@ it.
 
 import ctypes
 import io
-import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.errors import RingcommError
+from ringcomm.parallel.offload.transfers import edges_in_row, views_in_row
 
 PULL, PUSH, STATE, CLOSE = range(4)  # pulls and requests for states are answered
 TO_SERVER, TO_WORKER = 1, 2  # tags, which separate the two roles of a rank that works and serves
@@ -57,44 +57,32 @@ def owned_keys(sizes: Mapping[str, int], servers: Sequence[int]) -> dict[int, li
     return {server: [name for name in sizes if owner[name] == server] for server in used}
 
 
-class Packing:
-    """Tensors in a byte buffer without padding; wide dtypes first, so that all are aligned."""
+def new_buffer(likes: Sequence[Tensor]) -> Tensor:
+    """A row of bytes in host memory for tensors like these."""
+    return torch.empty(edges_in_row(likes)[-1], dtype=torch.uint8, device="cpu")
 
-    def __init__(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> None:
-        self.kinds = list(kinds)
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.kinds]
-        self._order = sorted(range(len(sizes)), key=lambda index: -self.kinds[index][1].itemsize)
-        self._sizes = [sizes[index] for index in self._order]
 
-    def of_gradients(self) -> "Packing":
-        """For gradients of the same tensors, and a last tensor: 1 for each that is not missing."""
-        return Packing([*self.kinds, (torch.Size([len(self.kinds)]), torch.uint8)])
+def with_flags(likes: Sequence[Tensor]) -> list[Tensor]:
+    """Of gradients: like these tensors, and a last one with 1 for each that is not missing."""
+    return [*likes, torch.empty(len(likes), dtype=torch.uint8, device="meta")]
 
-    def new_buffer(self) -> Tensor:
-        """For one set of tensors."""
-        return torch.empty(sum(self._sizes), dtype=torch.uint8, device="cpu")
 
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors in a buffer, in the order of their shapes; they share its memory."""
-        parts = dict(zip(self._order, buffer.split(self._sizes), strict=True))
-        return [parts[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(self.kinds)]
+@torch.no_grad()
+def in_one_row(tensors: Sequence[Tensor | None], likes: Sequence[Tensor]) -> Tensor:
+    """A buffer with copies of tensors of any device, cast; zeros for None.
 
-    @torch.no_grad()
-    def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """A buffer with copies of tensors of any device, cast; zeros for None.
-
-        Those of a device are packed there, for one copy to the host.
-        """
-        kinds = (tensor.device for tensor in tensors if tensor is not None)
-        device = next((kind for kind in kinds if kind.type != "cpu"), None)
-        buffer = self.new_buffer()
-        place = buffer if device is None else torch.empty_like(buffer, device=device)
-        for view, tensor in zip(self.views(place), tensors, strict=True):
-            if tensor is None:
-                view.zero_()
-            else:
-                view.copy_(tensor, non_blocking=device is not None)
-        return buffer if device is None else buffer.copy_(place)
+    Those of a device are put together there, for one copy to the host.
+    """
+    kinds = (tensor.device for tensor in tensors if tensor is not None)
+    device = next((kind for kind in kinds if kind.type != "cpu"), None)
+    buffer = new_buffer(likes)
+    place = buffer if device is None else torch.empty_like(buffer, device=device)
+    for view, tensor in zip(views_in_row(place, likes), tensors, strict=True):
+        if tensor is None:
+            view.zero_()
+        else:
+            view.copy_(tensor, non_blocking=device is not None)
+    return buffer if device is None else buffer.copy_(place)
 
 
 def _send(group: dist.ProcessGroup, peer: int, tag: int, message: Tensor | Header) -> Any:
@@ -130,15 +118,16 @@ class Server:
     same inbox. An error ends the loop and the group.
 
     `workers` are ranks of `group`. `params` are the keys, on the CPU, in the order of the
-    optimizer's groups and of the packing. With is_in_rounds update t is the mean of the t-th
-    gradients of all workers that have not closed before; otherwise every gradient is an update.
+    optimizer's groups; messages have tensors like `likes`. With is_in_rounds update t is the mean
+    of the t-th gradients of all workers that have not closed before; otherwise every gradient is an
+    update.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         workers: Sequence[int],
-        packing: Packing,
+        likes: Sequence[Tensor],
         params: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         *,
@@ -146,7 +135,7 @@ class Server:
     ) -> None:
         self.version = 0  # the number of updates
         self.staleness: Counter[int] = Counter()  # gradients by versions between pull and update
-        self._group, self._packing, self._gradients = group, packing, packing.of_gradients()
+        self._group, self._likes, self._gradients = group, likes, with_flags(likes)
         self._params, self._optimizer = params, optimizer
         self._is_in_rounds = is_in_rounds
         self._present = set(workers)
@@ -191,8 +180,8 @@ class Server:
         """As torch's state_dict(), but by names; a weight that workers round is its "master"."""
         own = self._optimizer.state_dict()
         states = {name: own["state"].get(idx, {}) for idx, name in enumerate(self._params)}
-        for (name, param), kind in zip(self._params.items(), self._packing.kinds, strict=True):
-            if param.dtype != kind[1]:
+        for (name, param), like in zip(self._params.items(), self._likes, strict=True):
+            if param.dtype != like.dtype:
                 states[name] = {**states[name], "master": param.detach()}
         return {**own, "state": states}
 
@@ -234,7 +223,7 @@ class Server:
         header = Header(*words.tolist())
         gradient = None
         if header.kind == PUSH:
-            gradient = self._gradients.new_buffer()
+            gradient = new_buffer(self._gradients)
             dist.recv(gradient, group=self._group, group_src=worker, tag=TO_SERVER)
         if header.kind != CLOSE:
             self._listen(worker)
@@ -259,7 +248,7 @@ class Server:
         if header.kind == PULL:
             self._held.append((worker, header))
         elif gradient is not None:
-            *views, is_there = self._gradients.views(gradient)
+            *views, is_there = views_in_row(gradient, self._gradients)
             found = zip(views, is_there.tolist(), strict=True)
             tensors = [view if is_given else None for view, is_given in found]
             self._queues[worker].append((header.version, tensors))
@@ -275,7 +264,7 @@ class Server:
                 self._answer(puller, PULL)
             else:
                 if self._packed is None:
-                    self._packed = self._packing.pack([*self._params.values()])
+                    self._packed = in_one_row([*self._params.values()], self._likes)
                 self._answer(puller, PULL, self._packed)
 
     def _next_update(self) -> list[Gradient]:
@@ -323,13 +312,13 @@ class Port:
         group: dist.ProcessGroup,
         rank: int,
         names: list[str],
-        packing: Packing,
+        likes: Sequence[Tensor],
         own: Server | None,
     ) -> None:
-        self.names, self.packing = names, packing
+        self.names, self.likes = names, likes
         self.version = 0  # of the last pull
         self._group, self._rank, self._own = group, rank, own
-        self._gradients = packing.of_gradients()
+        self._gradients = with_flags(likes)
         self._pushing: Any = None
 
     def ask(self, header: Header) -> Any:
@@ -343,12 +332,12 @@ class Port:
         has = [grad is not None for grad in gradient]
         tensors = [*gradient, torch.tensor(has, dtype=torch.uint8, device="cpu")]
         if self._own is not None:
-            self._own.submit(header, self._gradients.pack(tensors))
+            self._own.submit(header, in_one_row(tensors, self._gradients))
             return
         if self._pushing is not None:
             self._pushing.wait()
         self._pushing = None  # its memory is free before more is taken
-        pushed = self._gradients.pack(tensors)
+        pushed = in_one_row(tensors, self._gradients)
         self.ask(header)
         self._pushing = _send(self._group, self._rank, TO_SERVER, pushed)
 

@@ -31,6 +31,7 @@ from ringcomm.parallel.pipeline.stage import (
     MAX_SHAPES,
     Made,
     Metas,
+    Runtime,
     aborted_on_failure,
     forward_only,
     make_stages,
@@ -165,7 +166,8 @@ class Pipeline:
             idx: StageModule([named[name] for name in self.stages[idx]], recompute)
             for idx in self.plan.stages_of(rank)
         }
-        self._wrapped = wrap_stages(self.module, self._modules, wrap, self.plan)
+        wrapped = wrap_stages(self.module, self._modules, wrap, self.plan)
+        self._runtime = Runtime(self.plan, self._modules, wrapped, self.device, self.group)
         self._num_made, self._made = 0, dict[Any, Made]()
         self._trained: list[bool] | None = None  # of this rank's weights, which, in the first step
         self._log: Log = []
@@ -283,9 +285,7 @@ class Pipeline:
         chunks = [x.to(self.device).chunk(num) for x in batch] if self._has(0) else []
         first = list(zip(*chunks, strict=True))
         with aborted_on_failure(self.group):
-            outputs = forward_only(
-                self.plan, self._modules, made.boundaries, first, self.group, self.device
-            )
+            outputs = forward_only(self._runtime, made.boundaries, first)
         return outputs, made.boundaries[-1]
 
     def timeline(self) -> Timeline:
@@ -383,9 +383,9 @@ class Pipeline:
         if problem is not None:
             raise problem
         if made is None or len(found) > 1:  # other ranks may have none, or another one
-            given = self.plan, self._modules, self._wrapped, self.device, self.group
+            given = metas, [*kwargs], self.module.after_backward
             more: Any = {"number": self._num_made + 1, "loss_fn": self._next_loss}
-            made = make_stages(*given, metas, [*kwargs], self.module.after_backward, **more)
+            made = make_stages(self._runtime, *given, **more)
             self._num_made = made.number
         self._made.pop(key, None)
         self._made[key] = made  # most recently used last

@@ -31,6 +31,16 @@ from ringcomm.trace.program import as_backward, unrecorded
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 
 
+class Runtime(NamedTuple):
+    """What a pipeline runs on this rank: its plan and stages, the latter also with wrappers."""
+
+    plan: Plan
+    modules: Mapping[int, StageModule]
+    wrapped: Mapping[int, nn.Module]
+    device: torch.device
+    group: dist.ProcessGroup
+
+
 def zeros(metas: Metas, device: torch.device) -> tuple[Tensor, ...]:
     """Zeros with the same shapes, dtypes and requires_grad."""
     return tuple(
@@ -45,14 +55,7 @@ def shown(tensors: tuple[Tensor, ...]) -> str:
 
 
 def find_boundaries(
-    plan: Plan,
-    modules: Mapping[int, StageModule],
-    device: torch.device,
-    group: dist.ProcessGroup,
-    metas: Metas,
-    names: Sequence[str],
-    *,
-    computes: bool,
+    runtime: Runtime, metas: Metas, names: Sequence[str], *, computes: bool
 ) -> list[Metas]:
     """The inputs of each stage, and at the end the outputs of the last stage.
 
@@ -61,6 +64,7 @@ def find_boundaries(
     `metas` are those of the first stage, and last the keyword arguments of all blocks, which have
     these names. Raises ValueError on all ranks if a stage fails. Collective.
     """
+    plan, modules, _, device, group = runtime
     num_inputs = len(metas) - len(names)
     found = [metas[:num_inputs]]
     for module in modules.values():
@@ -167,33 +171,29 @@ class Stage(TorchStage):
 
     def __init__(
         self,
-        own: StageModule,
-        module: nn.Module,
+        runtime: Runtime,
         stage_idx: int,
-        num_stages: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        inputs: Metas,
-        outputs: Metas,
-        after_backward: Sequence[Callable[[], None]] = (),
+        boundaries: Sequence[Metas],
+        after_backward: Sequence[Callable[[], None]],
     ) -> None:
+        self._own = own = runtime.modules[stage_idx]  # the module without its wrapper
+        module, (inputs, outputs) = runtime.wrapped[stage_idx], boundaries[stage_idx:][:2]
         # The input half of a backward then also computes the weight half. torch would recompute a
         # checkpoint once for each group of weights, and find no weights after frozen blocks.
         has_no_halves = own.recompute or not HAS_HALVES or not any(m.requires_grad for m in inputs)
         super().__init__(
             module,
             stage_idx,
-            num_stages,
-            device,
+            runtime.plan.num_stages,
+            runtime.device,
             input_args=inputs,
             output_args=outputs,
-            group=group,
+            group=runtime.group,
             dw_builder=(lambda: lambda: None) if stage_idx > 0 and has_no_halves else None,
         )
         for unit in module.modules():
             if isinstance(unit, FSDPModule):
                 gather_outside_inference_mode(unit)
-        self._own = own  # the module without its wrapper
         self._after_backward = after_backward
         self._used: set[int] = set()  # indices of weights with a gradient on this rank
         self._expected = outputs
@@ -317,11 +317,7 @@ class Made(NamedTuple):
 
 @unrecorded()
 def make_stages(
-    plan: Plan,
-    modules: Mapping[int, StageModule],
-    wrapped: Mapping[int, nn.Module],
-    device: torch.device,
-    group: dist.ProcessGroup,
+    runtime: Runtime,
     metas: Metas,
     names: Sequence[str],
     after_backward: Sequence[Callable[[], None]],
@@ -329,42 +325,22 @@ def make_stages(
     loss_fn: Callable[..., Tensor],
     number: int,
 ) -> Made:
-    """This rank's stages for inputs and keyword arguments; raises as find_boundaries(). Collective.
-
-    `wrapped` are the modules with wrappers.
-    """
-    found = find_boundaries(plan, modules, device, group, metas, names, computes=number == 1)
-    stages = [
-        Stage(
-            own=modules[idx],
-            module=module,
-            stage_idx=idx,
-            num_stages=plan.num_stages,
-            device=device,
-            group=group,
-            inputs=found[idx],
-            outputs=found[idx + 1],
-            after_backward=after_backward,
-        )
-        for idx, module in wrapped.items()
-    ]
-    schedule = plan.start(stages, partial(stages[-1].extend_forward, loss_fn))
+    """This rank's stages for inputs and keyword arguments. Collective; see find_boundaries()."""
+    found = find_boundaries(runtime, metas, names, computes=number == 1)
+    stages = [Stage(runtime, idx, found, after_backward) for idx in runtime.modules]
+    schedule = runtime.plan.start(stages, partial(stages[-1].extend_forward, loss_fn))
     return Made(found, schedule, stages, number)
 
 
 def forward_only(
-    plan: Plan,
-    modules: Mapping[int, StageModule],
-    boundaries: Sequence[Metas],
-    inputs: Sequence[tuple[Tensor, ...]],
-    group: dist.ProcessGroup,
-    device: torch.device,
+    runtime: Runtime, boundaries: Sequence[Metas], inputs: Sequence[tuple[Tensor, ...]]
 ) -> list[Any]:
     """Runs all micro-batches through each stage in turn; returns this rank's last output.
 
     torch's own evaluation does not support the V form. `inputs` are those of the first stage, by
     micro-batch. Collective: sends and receives.
     """
+    plan, modules, _, device, group = runtime
     sent: list[dist.Work | None] = []
     outputs: list[Any] = list(inputs)
     for stage, module in modules.items():

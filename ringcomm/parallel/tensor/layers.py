@@ -139,7 +139,6 @@ class _ParallelLinear(SplitModule):
         self.bias = draw(shape[:1], of_bias, lambda x: nn.init.uniform_(x, -bound, bound))
 
     def extra_repr(self) -> str:
-        """As nn.Linear has it."""
         sizes: list[Any] = [self.out_features, self.in_features]
         dim, (begin, end) = self.splits["weight"].dim, self.features
         sizes[dim] = f"{begin}:{end} of {sizes[dim]}"

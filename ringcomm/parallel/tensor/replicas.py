@@ -56,8 +56,6 @@ def check_replicas(
 
 
 class _Check:
-    """The hooks of a module."""
-
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def __init__(self, group: dist.ProcessGroup, compares_inputs: bool, may_draw: bool) -> None:

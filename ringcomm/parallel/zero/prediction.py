@@ -203,11 +203,9 @@ class _Ranks:
         return place_in(self.group_of(param))
 
     def itemsize(self, param: nn.Parameter) -> int:
-        """Bytes of an element that the model computes with."""
         return (self.options.param_dtype or param.dtype).itemsize
 
     def shard(self, param: nn.Parameter) -> int:
-        """The elements of this rank's shard."""
         place, num_ranks = self.place(param)
         begin, end = shard_range(param.numel(), num_ranks, place)
         return end - begin if self.stage else param.numel()
@@ -224,7 +222,6 @@ class _Ranks:
         return sum(num * (place_in(group)[1] - 1) for group, num in num_facts.items())
 
     def bytes_of_norm(self) -> int:
-        """Sent for the norm of all gradients."""
         axes = self.model.axes()
         groups = {param: self.group_of(param) for param in axes.shardings}
         if dist.is_initialized() and dist.get_world_size() == self.size():

@@ -100,7 +100,11 @@ class ShardedStates(States):
 
     def rows(self) -> dict[str, Any]:
         """A state_dict() of rows. Collective where states are gathered."""
-        specs = dict(self._told_by_owners(self._specs_of))
+        specs = dict(
+            self._told_by_owners(
+                lambda param: {key: _without_values(x) for key, x in self.of(param).items()}
+            )
+        )
         states = [self._row_state(param, specs) for param in self.optimizer.all_params()]
         return {
             "state": {number: state for number, state in enumerate(states) if state},
@@ -144,7 +148,6 @@ class ShardedStates(States):
         return states
 
     def _is_own(self, param: Any, value: DTensor) -> bool:
-        """Whether a partial state is this rank's."""
         mesh, placements = self._rows_of(param)
         shape, _ = shape_and_offset(value.shape, mesh, placements)
         return value.placements == placements and tuple(value.to_local().shape) == tuple(shape)
@@ -171,9 +174,6 @@ class ShardedStates(States):
                     }
                     self.replace(param, self._with_own_step(mine, group, param))
             self.share_keys()
-
-    def _specs_of(self, param: Any) -> dict[str, Any]:
-        return {key: _without_values(value) for key, value in self.of(param).items()}
 
     def _told_by_owners(
         self, fact_of: Callable[[Any], Any], wanted: set[Any] | None = None

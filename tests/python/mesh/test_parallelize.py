@@ -250,7 +250,9 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("use dp instead of fsdp 2", {"dp": 2, "fsdp": 2}, llama, zero_stage=0)
     refused("zero_stage 3 shards over fsdp, which is 1", {}, llama, zero_stage=3)
     refused("zero_stage must be 0, 1, 2 or 3, got 4", {}, llama, zero_stage=4)
-    refused("num_microbatches must be a positive number, got 0", {}, llama, num_microbatches=0)
+    refused(
+        "num_microbatches must be a whole number, 1 or more; got 0", {}, llama, num_microbatches=0
+    )
     refused("schedule must be one of gpipe", {}, llama, schedule="1f1B")
     split = own_model(ParallelDims(tp=2).group("tp"))
     for word in ("sequence_parallel", "gather_logits"):

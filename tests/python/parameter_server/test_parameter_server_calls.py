@@ -265,7 +265,7 @@ def test_value_errors(rank: int) -> None:
     model = Net()
     for groups, text in (
         (groups_of(model)[:1], "in no parameter group"),
-        ([*groups_of(model), *groups_of(Net())], "one is not in the model"),
+        ([*groups_of(model), *groups_of(Net())], "that is not in the model"),
         ([{"params": [*model.parameters(), model.first.bias]}], "or repeated"),
     ):
         with pytest.raises(ValueError, match=text):
