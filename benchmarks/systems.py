@@ -38,6 +38,7 @@ from ringcomm.measure.timing import (
 # Steps whose losses are compared with one process's, which sees all rows.
 CHECKED_STEPS = 4
 TOLERANCE = 1e-4
+LEAST_PLANNED = 2  # ranks
 
 
 def expected_losses(systems: Workload, system: System) -> list[float]:
@@ -177,8 +178,8 @@ def _over(names: list[str], backends: list[str]) -> list[str]:
 
 def check(options: Options) -> None:
     """Raises ValueError naming an invalid option; completes what is measured."""
-    if options.tuning and options.world_size == 1:
-        raise ValueError("--tuning: the planner has plans for two ranks and more")
+    if options.tuning and options.world_size < LEAST_PLANNED:
+        raise ValueError(f"--tuning: the planner has plans for {LEAST_PLANNED} ranks and more")
     given = {name: getattr(options, name) for name in ("world_size", "width", "rows", "tokens")}
     chosen = _over(options.systems or DEFAULT, options.over)
     options.workload = Workload(**given, names=chosen, num_layers=options.layers)

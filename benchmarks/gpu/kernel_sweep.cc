@@ -1,6 +1,7 @@
 // Times and checks ringcomm's kernels on one GPU without torch: ranks are forked processes, their
 // memory is mapped as that of the engine's groups, and each call is planned, and its kernel
 // launched, as the engine does it. Prints a line of JSON for each point; see kUsage.
+#include <limits>
 #include <map>
 #include <random>
 #include <sstream>
@@ -133,8 +134,9 @@ class Sweep {
                             .min_multiprocessors = multiprocessors_};
     std::vector layouts = {cuda::make_staging_layout(facts)};
     const int planned = static_cast<int>(layouts[0].num_blocks);
+    facts.min_multiprocessors = std::numeric_limits<int>::max() / 8;  // the blocks decide
     for (const int num_blocks : {planned / 2, planned * 2}) {
-      facts.free_blocks = 2 * num_blocks;
+      facts.free_blocks = (4 * num_blocks + 2) / 3;  // a group takes three quarters of them
       const cuda::StagingLayout other = cuda::make_staging_layout(facts);
       if (num_blocks > 0 && other.num_blocks != layouts[0].num_blocks) layouts.push_back(other);
     }

@@ -123,7 +123,9 @@ class RankMemory {
       if (peer != rank_)
         host::send_message(page.mailboxes[peer][1], std::to_string(rank_), fd.get());
     for (std::size_t i = 1; i < num_ranks; ++i) {
-      const auto message = host::recv_message(page.mailboxes[rank_][0], Page::kBarrierTimeout);
+      const int mailbox = page.mailboxes[rank_][0];
+      host::is_readable(mailbox, Page::kBarrierTimeout);
+      const auto message = host::recv_message(mailbox);
       if (!message) throw std::runtime_error("a rank did not hand over its memory in 60 s");
       theirs_[std::stoul(message->text)] =
           std::make_unique<cuda::DeviceMemory>(0, num_bytes, message->fd);

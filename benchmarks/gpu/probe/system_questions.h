@@ -19,7 +19,8 @@ inline void descriptors(Side& side, Gpu& gpu) {
     host::send_message(side.socket(), "memory", memory.export_fd().get());
     return side.meet();
   }
-  const auto message = host::recv_message(side.socket(), std::chrono::seconds(4));
+  host::is_readable(side.socket(), std::chrono::seconds(4));
+  const auto message = host::recv_message(side.socket());
   if (!message || !message->fd) throw std::runtime_error("no descriptor came");
   side.step("cuMemImportFromShareableHandle");
   const cuda::DeviceMemory memory(0, kBytes, message->fd);

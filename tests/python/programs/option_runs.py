@@ -26,9 +26,10 @@ import cross_entropy
 import placement
 import pytest
 import report
-import systems  # noqa: F401  a module whose clock is replaced
+import systems
 import torch
 import torch.distributed as dist
+import workload
 
 import _ringcomm.command
 from _ringcomm import start as cli
@@ -58,6 +59,8 @@ STANDS_FOR: tuple[tuple[Any, dict[str, Any]], ...] = (
     (signal, {"alarm": lambda seconds: 0}),
     (os, {"execv": lambda path, words: sys.exit(f"again with {os.environ['LD_PRELOAD']}")}),
     (cores, {"modelled": lambda record, *_: record}),
+    (systems, {"LEAST_PLANNED": 1, "measured": lambda *_: print("measured")}),
+    (workload.Workload, {"plan": lambda self, name, hardware=None: None}),
     (placement, {"count_devices": lambda kind: 2, "find_control": lambda: "mps"}),
     (placement, {"nccl_variables": lambda ranks: {}}),
     (placement, {"Mps": lambda: contextlib.nullcontext(print("MPS"))}),
