@@ -66,9 +66,9 @@ class Devices {
   virtual void run_at_once(c10::Device device, const Collective& call, Tensors tensors) = 0;
   /// Enqueues messages of one device of which none waits for another.
   virtual WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) = 0;
-  /// Makes what carries the tensors of a device; returns whether ranks access each other's memory
-  /// there. The first call is collective over the group.
-  virtual bool connect(c10::Device device) = 0;
+  /// Makes what carries the tensors of a device. Returns how many ranks share a device at most; 0
+  /// where ranks do not access each other's memory. The first call is collective over the group.
+  virtual int connect(c10::Device device) = 0;
   /// The algorithm that a call gets there.
   virtual Algorithm algorithm_of(Collective call, c10::Device device) = 0;
 

@@ -247,9 +247,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mapped_bytes",
         [](const BackendPtr& backend) { return engine_of(backend)->mapped_bytes(); });
   m.def(
-      "shares_memory",
+      "ranks_per_device",
       [](const BackendPtr& backend, const at::Device& device) {
-        return process_group_of(backend).shares_memory(device);
+        return process_group_of(backend).ranks_per_device(device);
       },
       without_gil);
   m.def("most_ranks_per_core", &host::CoreShare::most_ranks_per_core);

@@ -275,17 +275,17 @@ void ProcessGroupRingcomm::leave(bool is_asked) {
   });
 }
 
-bool ProcessGroupRingcomm::shares_memory(at::Device device) {
-  bool does = false;
-  with_python_errors([&] { does = devices()->connect(device); });
-  return does;
+int ProcessGroupRingcomm::ranks_per_device(at::Device device) {
+  int found = 0;
+  with_python_errors([&] { found = devices()->connect(device); });
+  return found;
 }
 
 void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {
   if (device.is_cpu()) return;
   const c10::DeviceGuard guard(device);
   try {
-    shares_memory(device);
+    ranks_per_device(device);
   } catch (const c10::ValueError&) {
     // No transport supports such tensors; a call with one raises.
   }

@@ -141,8 +141,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// Makes the transport of the device's tensors. torch calls it on all ranks of a group that is
   /// bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
-  /// Whether its ranks access each other's memory of a device: Devices::connect().
-  bool shares_memory(at::Device device);
+  /// How many ranks share a device at most: Devices::connect().
+  int ranks_per_device(at::Device device);
   /// A device tensor, and whether all ranks have mapped those of all. Collective; throws like
   /// Devices::map().
   std::pair<at::Tensor, bool> empty_shared_on(c10::Device device, at::IntArrayRef sizes,

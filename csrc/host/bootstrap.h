@@ -108,7 +108,8 @@ class Bootstrap {
   UniqueFd listener_;
   UniqueFd wake_event_;
 
-  // Guards the members below. Never held while another lock is taken, except a PeerProcess's.
+  // Guards the members below. Never held while another lock is taken, except a PeerProcess's or
+  // that of refusal_.
   std::mutex mutex_;
   std::map<std::string, UniqueFd> offers_;
   std::map<std::string, Watch> watches_;  // by address

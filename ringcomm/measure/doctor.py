@@ -342,9 +342,12 @@ def _threads_text(report: dict[str, Any]) -> str:
 
 def _algorithms_text(ranks_per_core: int) -> str:
     """What decides between the algorithms of all_reduce that sum in rank order."""
-    for name in ("RINGCOMM_ALGORITHM", "RINGCOMM_TUNING"):
-        if os.environ.get(name):
-            return f"{name} says when all_reduce is one_shot or two_shot"
+    if os.environ.get("RINGCOMM_ALGORITHM", "auto") not in ("", "auto"):
+        return "RINGCOMM_ALGORITHM says which algorithm all_reduce has"
+    if os.environ.get("RINGCOMM_TUNING"):
+        return (
+            "RINGCOMM_TUNING says when all_reduce is one_shot, for the numbers of ranks that it has"
+        )
     text = "all_reduce is one_shot or two_shot by"
     if ranks_per_core > 1:
         text = f"{text} a size that is the same on all machines"

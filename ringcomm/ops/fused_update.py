@@ -222,9 +222,6 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule | N
         return None
     if group["maximize"] or group.get("amsgrad") or isinstance(group["lr"], Tensor):
         return None
-    has_step_on_device = group.get("fused") or group.get("capturable")
-    if has_step_on_device and any(param.device.type != "cpu" for param in group["params"]):
-        return None
     if isinstance(optimizer, torch.optim.AdamW):
         numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
         # betas are a list if torch.distributed.checkpoint has loaded the group.

@@ -204,6 +204,8 @@ class GradientPath:
             self._reduced(slot, gradient)
             return
         grad, name = gradient.dense(), slot.replicas.one_pass_name(slot.local.device)
+        if name:
+            slot.replicas.drain()  # of the first gradient, which is looked at alone
         if name and (slot.replicas.is_checked or self._phase == "update"):
             self._has_gradient = slot.is_written = True
             if self._optimizer.update_replicas(name, slot, grad, self._factor / slot.divisor):

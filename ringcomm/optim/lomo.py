@@ -66,7 +66,7 @@ class Lomo(InBackwardOptimizer):
             mesh (None): a DeviceMesh of one dimension, instead of a group.
             overlap (None): continue the backward pass while a gradient is reduced; two gradients
                 are then in memory. None: enabled unless the ranks are on CPUs, or up to four share
-                a GPU's memory: there one operator reduces, updates and gathers.
+                one GPU: there one operator reduces, updates and gathers.
             stochastic_rounding (False): round bfloat16 weights up or down at random, without bias,
                 so that small updates are not lost. It needs no memory, but on CUDA a linear layer's
                 gradient of up to 256 MiB is materialized in bfloat16.

@@ -26,12 +26,13 @@ def takes_uneven(group: dist.ProcessGroup, device: torch.device) -> bool:
 def fuses_updates(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether reduce_scatter_update_all_gather_ is faster than its parts on a device's tensors.
 
-    The same on all ranks: on CPUs over ringcomm, and on a GPU whose memory a few ranks share
+    The same on all ranks: on CPUs over ringcomm, and where up to four ranks share one GPU
     (docs/decisions.md). Collective before the group's first call on a device.
     """
     if not takes_uneven(group, device) or device.type == "cpu":
         return takes_uneven(group, device)
-    return group.size() <= 4 and _C.shares_memory(torch_names.backend_of(group, device), device)
+    backend = torch_names.backend_of(group, device)
+    return group.size() <= 4 and _C.ranks_per_device(backend, device) == group.size()
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -47,7 +47,6 @@ inline constexpr int kCaptureGlobal = 0;
 /// X(member, symbol, parameters), as RINGCOMM_DRIVER_FUNCTIONS.
 #define RINGCOMM_EXTRA_DRIVER_FUNCTIONS(X)                                            \
   X(device_get_count, "cuDeviceGetCount", (int* count))                               \
-  X(stream_query, "cuStreamQuery", (StreamHandle stream))                             \
   X(launch_host_func, "cuLaunchHostFunc",                                             \
     (StreamHandle stream, void (*function)(void*), void* data))                       \
   X(stream_begin_capture, "cuStreamBeginCapture_v2", (StreamHandle stream, int mode)) \

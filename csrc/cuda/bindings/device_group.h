@@ -35,7 +35,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
                 Tensors results) override;
   void run_at_once(c10::Device device, const Collective& call, Tensors tensors) override;
   WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) override;
-  bool connect(c10::Device device) override { return transport(device).finds_mismatches(); }
+  int connect(c10::Device device) override { return transport(device).ranks_per_device(); }
   Algorithm algorithm_of(Collective call, c10::Device device) override;
   bool map(c10::Device device, const void* data, std::size_t num_bytes) override;
   void abort() noexcept override;

@@ -51,6 +51,9 @@ class DeviceTransport {
   /// Whether its data has headers, so that kernels detect different calls.
   virtual bool finds_mismatches() const { return false; }
 
+  /// How many ranks share a device at most; 0 where ranks do not access each other's memory.
+  virtual int ranks_per_device() const { return 0; }
+
   /// Collective: maps a buffer of each rank, so that peers access it where it is. False where some
   /// of it cannot be mapped; null is a buffer that could not be allocated.
   virtual bool map(const void* data, std::size_t num_bytes) = 0;

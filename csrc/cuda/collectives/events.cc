@@ -65,15 +65,16 @@ bool RunningKernels::is_over_but_of(const void* group) {
 bool RunningKernels::if_over(const std::function<void()>& body) {
   const std::unique_lock none(launching_, std::try_to_lock);
   const std::lock_guard lock(mutex_);
-  if (!none || !are_over([](const void*, int) { return true; })) return false;
+  if (!none || !are_over([](const void*, int) { return true; }, false)) return false;
   body();
   return true;
 }
 
-bool RunningKernels::are_over(const std::function<bool(const void* group, int peer)>& which) {
+bool RunningKernels::are_over(const std::function<bool(const void* group, int peer)>& which,
+                              bool may_record) {
   for (auto& [key, order] : orders_) {
     if (order.run.end == nullptr || !which(key.first, key.second)) continue;
-    if (!order.run.end->is_over()) return false;
+    if (!order.run.end->is_over(may_record)) return false;
     order.run.end = nullptr;
   }
   return true;

@@ -41,9 +41,15 @@ class Event {
   void synchronize() const {
     check(driver().event_synchronize(recorded_anywhere()), "wait for the GPU");
   }
-  /// Whether the stream has passed it. In a relaxed capture mode, if there may be a capture.
-  bool is_over() const {
-    const Result result = driver().event_query(recorded_anywhere());
+  /// Whether the stream has passed it. In a relaxed capture mode, if there may be a capture. To
+  /// record waits while the stream's queue is full; without, all of the stream must be over.
+  bool is_over(bool may_record = true) const {
+    const auto ask = [this] {
+      const ContextGuard guard(device_);
+      return driver().stream_query(nullptr);
+    };
+    const Result result =
+        is_due_ && !may_record ? ask() : driver().event_query(recorded_anywhere());
     if (result != kErrorNotReady) check(result, "ask whether an event is over");
     return result == kSuccess;
   }
@@ -117,13 +123,15 @@ class RunningKernels : public PerDevice<RunningKernels> {
   bool are_messages_over();
   /// Whether all is over but the collectives of one group.
   bool is_over_but_of(const void* group);
-  /// Calls `body` if all is over; nothing is launched meanwhile. Returns whether it did.
+  /// Calls `body` if all is over; nothing is launched meanwhile. Returns whether it did. For
+  /// threads that must not wait for the device.
   bool if_over(const std::function<void()>& body);
 
  private:
   friend PerDevice;
   explicit RunningKernels(DeviceOrdinal) {}
-  bool are_over(const std::function<bool(const void* group, int peer)>& which);
+  bool are_over(const std::function<bool(const void* group, int peer)>& which,
+                bool may_record = true);
 
   struct Last {
     std::shared_ptr<const Event> end;  ///< null: it is over

@@ -46,6 +46,7 @@ class IpcTransport final : public DeviceTransport {
   /// Of messages that check_messages() takes.
   void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
   std::shared_ptr<const Event> last_end() const override { return last_end_; }
+  int ranks_per_device() const override { return group_->facts().max_ranks_per_device; }
   bool finds_mismatches() const override { return true; }
   /// Throws Error, std::invalid_argument.
   bool map(const void* data, std::size_t num_bytes) override;

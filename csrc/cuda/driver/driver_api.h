@@ -147,6 +147,7 @@ enum CaptureMode : int { kCaptureRelaxed = 2 };
   X(stream_create, "cuStreamCreate", (StreamHandle*, unsigned flags))                            \
   X(stream_destroy, "cuStreamDestroy_v2", (StreamHandle))                                        \
   X(stream_synchronize, "cuStreamSynchronize", (StreamHandle))                                   \
+  X(stream_query, "cuStreamQuery", (StreamHandle))                                               \
   X(stream_wait_event, "cuStreamWaitEvent", (StreamHandle, EventHandle, unsigned flags))         \
   X(stream_get_capture_info, "cuStreamGetCaptureInfo_v2",                                        \
     (StreamHandle, int* status, unsigned long long* id, CapturedGraph*,                          \

@@ -164,9 +164,13 @@ class FlatZero(ZeroOptimizer):
     def _update(self, factor: float) -> None:
         self._see_written_weights()
         rules: dict[nn.Parameter, Rule | None] = {}
+        on_device = any(bucket.weights.device.type != "cpu" for bucket in self._buckets)
         for inner in self.inner:
             for group in () if inner.is_whole else inner.groups:
-                rules |= dict.fromkeys(group["params"], rule_of(inner.optimizer, group))
+                rule = rule_of(inner.optimizer, group)
+                if on_device and (group.get("fused") or group.get("capturable")):
+                    rule = None  # the number of the step is on the device
+                rules |= dict.fromkeys(group["params"], rule)
         waiting = [bucket for bucket in self._unreduced if bucket.shard_grad is None]
         done = [bucket for bucket in waiting if self._updated_by_rules(bucket, rules, factor)]
         self._unreduced = [bucket for bucket in self._unreduced if bucket not in done]

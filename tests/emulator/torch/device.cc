@@ -131,7 +131,7 @@ cuda::StreamHandle handle_of(c10::Stream stream) {
 
 bool is_idle(c10::Stream stream) {
   const ContextGuard context(stream.device_index());
-  return is_over(extra::stream_query(handle_of(stream)), "ask whether a stream is done");
+  return is_over(driver().stream_query(handle_of(stream)), "ask whether a stream is done");
 }
 
 bool is_capturing(c10::Stream stream) {

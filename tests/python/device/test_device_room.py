@@ -33,7 +33,7 @@ def run(world_size: int, fn: Any, *args: Any, env: Any = None, **options: Any) -
 def is_over_messages(group: Any) -> bool:
     """Whether the ranks share no memory of their devices; collective."""
     device = torch.ones(1, device=GPU).device
-    return not _C.shares_memory(group._get_backend(device), device)
+    return _C.ranks_per_device(group._get_backend(device), device) == 0
 
 
 def groups_in_use(num_groups: int, timeout_s: float = 30.0) -> list[Any]:
