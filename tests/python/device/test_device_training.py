@@ -182,7 +182,7 @@ def num_fused() -> int:
 def optimizer_of(kind: str, model: nn.Module) -> Any:
     if kind == "Lomo":
         return Lomo(model, lr=0.01, group=dist.group.WORLD)
-    made = {
+    made: Any = {
         "AdamW": ADAMW,
         "AdamW, capturable": partial(ADAMW, capturable=True),
         "SGD": partial(torch.optim.SGD, lr=0.1),
