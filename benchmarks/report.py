@@ -25,10 +25,7 @@ from ringcomm.measure.machine import identity, rounded, utc_now, variables
 from ringcomm.measure.timing import Timings
 
 GIT_TIMEOUT_S = 60.0
-CPU_FACTS = (
-    *("Thread(s) per core", "Socket(s)", "NUMA node(s)", "Hypervisor vendor"),
-    *("L1d cache", "L2 cache", "L3 cache"),
-)
+CPU_FACTS = r"^(Thread.* per core|Socket.*|NUMA node.s.|Hypervisor vendor|L\d.? cache): +(.+)$"
 # Columns of a table that is not written to a terminal.
 FILE_COLUMNS = 200
 TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "system", "type", "mode", "redop")
@@ -64,9 +61,7 @@ def _commit_facts() -> dict[str, Any]:
 
 def _cpu() -> dict[str, str]:
     """What a CPU's times depend on besides its model, in lscpu's words, as far as it is there."""
-    lines = collect_env.get_cpu_info(collect_env.run) or ""
-    found = dict(re.findall(r"^([^:\n]+): +(.+)$", lines, re.M))
-    return {name: found[name] for name in CPU_FACTS if name in found}
+    return dict(re.findall(CPU_FACTS, collect_env.get_cpu_info(collect_env.run) or "", re.M))
 
 
 def facts() -> dict[str, Any]:

@@ -37,7 +37,6 @@ class Event {
   void block(StreamHandle stream) const {
     check(driver().stream_wait_event(stream, recorded(), 0), "make a stream wait for an event");
   }
-  /// The host waits.
   void synchronize() const {
     check(driver().event_synchronize(recorded_anywhere()), "wait for the GPU");
   }
