@@ -43,6 +43,10 @@ TEST_CASE("a receive and a message of different sizes are a mismatch, posted in 
           finish(communicator, large);
           recv_and_check(communicator, 1, 9, 0, 1);  // where the send had gone into the link
         });
+        if (placement == "ab")  // a thread may still use the buffer of one that nobody awaits
+          for (const Message* each : {&large, &small})
+            if (each->op != nullptr)
+              communicator.send_recv()->wait(each->op, SendRecv::Clock::now() + kBound, {});
         expect_error(error, ErrorKind::kMismatch,
                      {"rank 0 sent 200000 bytes", "rank 1 receives 10000", "tag 3"});
         if (rank == 0) return;
