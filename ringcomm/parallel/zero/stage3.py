@@ -231,7 +231,11 @@ class Zero3(ZeroOptimizer):
             )
         if self._is_in_forward:
             # Units that a failed forward has gathered would keep the weights from before the step.
+            # From torch 2.15 on the reset drops gradients, which are those of complete passes here.
+            grads = [(param, param.grad) for param in self.all_params()]
             self._reset_units()
+            for param, grad in grads:
+                param.grad = grad
         self._check_memory()
         left = {whole for unit in self._units for whole in torch_names.gathered_weights(unit)}
         for name, param in self._model.named_parameters():

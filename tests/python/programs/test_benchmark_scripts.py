@@ -51,7 +51,7 @@ SCRIPTS = {
 WAYS: dict[str, tuple[str, set[Any]]] = {
     "deaths": ("moment", {*deaths.MOMENTS}),
     "fused_update": ("way", {"fused", "zero1", "ringcomm", "gloo"}),
-    "libraries": ("way", {libraries.OPS, *libraries.OVER_TORCH}),
+    "libraries": ("way", {libraries.OPS, *libraries.OVER_TORCH, libraries.COPY}),
     "device_kernels": ("case", {"linear", "linear_plans", "embedding", "sgd", "linear_loss"}),
     "hosts": ("backend", {"ringcomm", "gloo"}),
     "cores": ("threads", {"memory", "1 thread", "2 threads", "auto"}),
