@@ -46,6 +46,7 @@ class Replicas:
         self._group, self.slots = group, slots
         self._overlap = not on_cpu if overlap is None else overlap
         self._may_fuse = overlap is not True
+        self._one_pass_names: dict[torch.device, str] = {}
         for slot in slots:
             slot.replicas = weakref.proxy(self)
         self.is_checked = self.was_told = False
@@ -58,9 +59,11 @@ class Replicas:
 
     def one_pass_name(self, device: torch.device) -> str:
         """The group's name for the operator that reduces, updates and gathers; "" for its parts."""
-        kinds = [kind.type for kind in devices_of(self._group)]
-        is_one = device.type in kinds and self._may_fuse
-        return self._group.group_name if is_one and fuses_updates(self._group, device) else ""
+        if device not in self._one_pass_names:  # asked at every gradient
+            kinds = [kind.type for kind in devices_of(self._group)]
+            is_one = device.type in kinds and self._may_fuse and fuses_updates(self._group, device)
+            self._one_pass_names[device] = self._group.group_name if is_one else ""
+        return self._one_pass_names[device]
 
     # ---- turns
 

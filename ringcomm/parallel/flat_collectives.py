@@ -29,8 +29,10 @@ def fuses_updates(group: dist.ProcessGroup, device: torch.device) -> bool:
     The same on all ranks: on CPUs over ringcomm, and where up to four ranks share one GPU
     (docs/decisions.md). Collective before the group's first call on a device.
     """
-    if not takes_uneven(group, device) or device.type == "cpu":
-        return takes_uneven(group, device)
+    if not takes_uneven(group, device):
+        return False
+    if device.type == "cpu":
+        return True
     backend = torch_names.backend_of(group, device)
     return group.size() <= 4 and _C.ranks_per_device(backend, device) == group.size()
 

@@ -231,11 +231,7 @@ class Zero3(ZeroOptimizer):
             )
         if self._is_in_forward:
             # Units that a failed forward has gathered would keep the weights from before the step.
-            # From torch 2.15 on the reset drops gradients, which are those of complete passes here.
-            grads = [(param, param.grad) for param in self.all_params()]
             self._reset_units()
-            for param, grad in grads:
-                param.grad = grad
         self._check_memory()
         left = {whole for unit in self._units for whole in torch_names.gathered_weights(unit)}
         for name, param in self._model.named_parameters():
@@ -252,9 +248,13 @@ class Zero3(ZeroOptimizer):
     def _reset_units(self) -> None:
         """Makes fully_shard ready for the next forward, after an error in a pass."""
         if hasattr(FSDPModule, "reset_iter_state"):  # from torch 2.13 on
+            # From 2.15 on it drops gradients, also those of complete passes.
+            grads = [(param, param.grad) for param in self.all_params()]
             for root in self._roots:
                 with suppress(AttributeError):  # of a root that has never run
                     root.reset_iter_state()
+            for param, grad in grads:
+                param.grad = grad
             self._is_in_forward = False
             self._passes.forget()
 
