@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "kernels/common/denormals.h"
 #include "kernels/common/tables.h"
 
 // Below the headers of others.
@@ -189,6 +190,7 @@ template <class Elem, Reduction kOp>
 template <class Elem, Reduction kOp, std::size_t kElementBytes>
 void combine(void* to, void* also_to, const void* const* srcs, int num_srcs, std::size_t num_elems,
              int divisor) {
+  const KeepDenormals mode;
   const std::size_t num_bytes = num_elems * kElementBytes;
   Job job{static_cast<char*>(to), static_cast<char*>(also_to), srcs, num_srcs, divisor};
   if (num_srcs == 2 && divisor <= 1) {

@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/common/denormals.h"
 #include "kernels/common/tables.h"
 #include "kernels/losses/softmax_merge.h"
 
@@ -39,6 +40,7 @@ constexpr auto stream_copy = std::memcpy;
 
 void merge_softmax_stats(void* to, void* also_to, const void* const* srcs, int num_srcs,
                          std::size_t num_elems, int) {
+  const KeepDenormals mode;
   for (std::size_t i = 0; i < num_elems; ++i) {
     const auto element = [&](int src) {
       SoftmaxStats stats;

@@ -291,6 +291,26 @@ def test_bits_do_not_depend_on_the_algorithm_that_calls_choose(rank: int) -> Non
             oracle.assert_equal(tensor, oracle.left_to_right(inputs, op))
 
 
+@in_ranks(2)
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
+def test_denormal_sums_where_one_rank_flushes_them(rank: int, algorithm: Any) -> None:
+    """https://github.com/OpenMathLib/OpenBLAS/issues/1237: it is a mode of one thread."""
+    group = group_with(algorithm, None)
+    torch.set_flush_denormal(rank == 0)
+    try:
+        for (dtype, bits), num_elems in itertools.product(
+            ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)), (1000, 300_001)
+        ):
+            tensor = torch.full((num_elems,), 1, dtype=bits).view(dtype)
+            work = dist.all_reduce(tensor, group=group, async_op=num_elems > 1000)
+            if work is not None:
+                work.wait()
+            assert tensor.view(bits).eq(2).all(), (dtype, num_elems)
+        assert torch.tensor([1e-40]).add(0).item() == (0 if rank == 0 else pytest.approx(1e-40))
+    finally:
+        torch.set_flush_denormal(False)
+
+
 # ---- threads of a rank
 
 NUM_THREADS = 3
