@@ -161,8 +161,8 @@ def _of_libraries(run: Run) -> str:
     subject = next(record["ratio"]["over"] for record in run if record["ratio"])
     op = f"`{first['op']}`" + (" in place" if first["op"] == "all_reduce" else "")
     return (
-        f"{op}, {first['world_size']} ranks, float32. Median time of a call in µs, and in brackets"
-        f" the time over that of {subject} in the same run: the median and the range of the runs."
+        f"{op}, {first['world_size']} ranks, {first['dtype']}. Median time of a call in µs, and in"
+        f" brackets the time over {subject}'s in the same run: the median and the range of the runs."
         " A call's time is that of a block of calls on its slowest rank, over the calls."
         " `torch alone` is the call over a backend that moves nothing, the part that is torch's"
         " own, `torch copy` each rank's copy of as many bytes:"
@@ -462,7 +462,7 @@ _LAYOUTS = (
     Layout(
         "All libraries",
         "libraries",
-        ("op", "world_size"),
+        ("op", "dtype", "world_size"),
         ("bytes", "date"),
         _of_libraries,
         crossed(

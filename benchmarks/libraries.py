@@ -2,7 +2,8 @@
 """Times collectives over all libraries for CPUs at hand, on the same buffers in turn.
 
     python benchmarks/libraries.py [--ops all_reduce] [--worlds 2,4,8,16] [--runs 3]
-                                   [--mpi PYTHON,PYTHON] [--deepspeed FILE] [--vllm FILE]
+                                   [--dtype float32] [--mpi PYTHON,PYTHON]
+                                   [--deepspeed FILE] [--vllm FILE]
 
 PYTHON is of an environment with mpi4py and an MPI, whose mpiexec is beside it; each MPI has runs of
 its own, in random order with the others. FILE is a project's shared-memory operators, compiled
@@ -53,6 +54,7 @@ FLAGS = [
     flag("--deepspeed", Path, None, "DeepSpeed's shared-memory extension", metavar="FILE"),
     flag("--vllm", Path, None, "a library of vLLM's shared-memory operators", metavar="FILE"),
 ]
+DTYPES = ("float32", "bfloat16")
 SIZES = "1k,8k,64k,256k,1m,16m"
 # Of one run of one number of ranks: some seconds a size, and more while it is disturbed.
 LIMIT_S = 600.0
@@ -126,8 +128,9 @@ def run_rank(bench: Bench, options: Options) -> None:
     align = partial(dist.barrier, groups["ringcomm"])
     for op, size in itertools.product(options.ops, options.sizes):
         operation = OPERATIONS[op]
-        num_elems = operation.num_elems(size, torch.float32, team.world_size)
-        place = Place(team.rank, team.world_size, num_elems, torch.float32, bench.device)
+        dtype = getattr(torch, options.dtype)
+        num_elems = operation.num_elems(size, dtype, team.world_size)
+        place = Place(team.rank, team.world_size, num_elems, dtype, bench.device)
         x = operation.setup(place)
         calls = calls_of(op, groups, x)
         if op == "all_reduce":
@@ -138,7 +141,7 @@ def run_rank(bench: Bench, options: Options) -> None:
         }
         x.clear()
         timed = {way: Contender(call, align) for way, call in calls.items()}
-        facts = {"op": op, "bytes": num_elems * torch.float32.itemsize, **version}
+        facts = {"op": op, "bytes": num_elems * dtype.itemsize, "dtype": options.dtype, **version}
         bench.report(bench.race(timed, next(iter(calls)), wrong, by_block=True, **facts))
 
 
@@ -173,6 +176,7 @@ PROGRAM = harness.Program(
         flag("--ops", words, "all_reduce", "collectives", known=("all_reduce", *APART)),
         flag("--worlds", several(whole(2)), "2,4,8,16", "numbers of ranks"),
         flag("--sizes", byte_counts, SIZES, "bytes of the buffer"),
+        flag("--dtype", str, "float32", "bfloat16 without an MPI, which has none", choices=DTYPES),
         flag("--runs", whole(1), 1, "how often everything is measured"),
         flag("--mpi", words, [], "Pythons with mpi4py, mpiexec beside them", metavar="PYTHON"),
         *FLAGS,

@@ -112,7 +112,8 @@ def page_tables(records: list[Record]) -> dict[str, str]:
 
 def read_results(files: list[Path]) -> list[Record]:
     """The records of files, or of all in benchmarks/results. Raises ValueError."""
-    return read_records(files or sorted(RESULTS.glob("*.jsonl")))
+    records = read_records(files or sorted(RESULTS.glob("*.jsonl")))
+    return [{"dtype": "float32"} | record for record in records]  # libraries named none at first
 
 
 def main(argv: list[str]) -> int:

@@ -40,7 +40,7 @@ SCRIPTS = {
     "fused_update": "--seconds 0.02 --sizes 40006",
     "inference": "--seconds 0 --repeats 0 --decode-seconds 0 --hidden 64 --layers 1",
     "libraries": "--ops all_reduce,all_gather,reduce_scatter --worlds 2,3 --sizes 1k --seconds 0.01"
-    " --repeats 0",
+    " --repeats 0 --dtype bfloat16",
     "llama_memory": "--device cpu --size tiny --layers 1 --rows 1 --tokens 8 --ways AdamW",
     "device_kernels": "--device cpu --scale 64 --seconds 0.01",
     "hosts": "--seconds 0 --repeats 0 --ranks-per-host 1 --cable none --ops all_reduce --sizes 1k",
