@@ -162,7 +162,7 @@ def _of_libraries(run: Run) -> str:
     op = f"`{first['op']}`" + (" in place" if first["op"] == "all_reduce" else "")
     return (
         f"{op}, {first['world_size']} ranks, {first['dtype']}. Median time of a call in µs, and in"
-        f" brackets the time over {subject}'s in the same run: the median and the range of the runs."
+        f" brackets the time over {subject}'s in the same run: the median and range of runs."
         " A call's time is that of a block of calls on its slowest rank, over the calls."
         " `torch alone` is the call over a backend that moves nothing, the part that is torch's"
         " own, `torch copy` each rank's copy of as many bytes:"
