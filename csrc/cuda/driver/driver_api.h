@@ -45,6 +45,9 @@ enum PointerAttribute : int {
   kPointerHasIpcHandle = 10,
   kPointerRangeStart = 11,
   kPointerRangeSize = 12,
+  kPointerHandleTypes = 14,
+  kPointerMappingSize = 18,
+  kPointerMappingBase = 19,
 };
 
 enum MemLocationType : int { kLocationDevice = 1 };
@@ -128,6 +131,7 @@ enum CaptureMode : int { kCaptureRelaxed = 2 };
     (void* shareable, MemoryHandle, int type, WideFlags))                                        \
   X(mem_import_from_shareable_handle, "cuMemImportFromShareableHandle",                          \
     (MemoryHandle*, void* shareable, int type))                                                  \
+  X(mem_retain_allocation_handle, "cuMemRetainAllocationHandle", (MemoryHandle*, void* address)) \
   X(mem_get_info, "cuMemGetInfo_v2", (std::size_t* num_free, std::size_t* num_total))            \
   X(pointer_get_attributes, "cuPointerGetAttributes",                                            \
     (unsigned num_attributes, int* attributes, void** results, DevicePtr))                       \
