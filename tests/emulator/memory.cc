@@ -292,10 +292,6 @@ Result api::pointer_get_attributes(unsigned num_attributes, int* attributes, voi
       *static_cast<DevicePtr*>(results[i]) = range_base;
     else if (attributes[i] == kPointerRangeSize)
       *static_cast<std::size_t*>(results[i]) = range_bytes;
-    else if (attributes[i] == kPointerMappingBase)
-      *static_cast<DevicePtr*>(results[i]) = piece.base;
-    else if (attributes[i] == kPointerMappingSize)
-      *static_cast<std::size_t*>(results[i]) = piece.num_bytes;
     else if (attributes[i] == kPointerHandleTypes)
       *static_cast<int*>(results[i]) =
           piece.origin == Origin::kMapped && piece.memory->is_exportable ? kHandlePosixFd : 0;
@@ -305,6 +301,16 @@ Result api::pointer_get_attributes(unsigned num_attributes, int* attributes, voi
     else
       return kInvalidValue;
   }
+  return kSuccess;
+}
+
+/// Of what is mapped there, also where that is less than the reservation.
+Result api::mem_get_address_range(DevicePtr* base, std::size_t* num_bytes, DevicePtr address) {
+  RINGCOMM_TRY(require_context());
+  Piece piece;
+  if (!find_piece(address, &piece)) return kInvalidValue;
+  *base = piece.base;
+  *num_bytes = piece.num_bytes;
   return kSuccess;
 }
 

@@ -69,9 +69,7 @@ void find_piece(DevicePtr address, Allocation& found) {
   DevicePtr base = 0;
   std::size_t num_bytes = 0;
   MemoryHandle handle = 0;
-  int attributes[] = {kPointerMappingBase, kPointerMappingSize};
-  void* results[] = {&base, &num_bytes};
-  if (driver().pointer_get_attributes(2, attributes, results, address) != kSuccess) return;
+  if (driver().mem_get_address_range(&base, &num_bytes, address) != kSuccess) return;
   auto* const pointer = reinterpret_cast<void*>(address);
   if (driver().mem_retain_allocation_handle(&handle, pointer) != kSuccess) return;
   found.piece = piece_at(base, handle);

@@ -46,8 +46,6 @@ enum PointerAttribute : int {
   kPointerRangeStart = 11,
   kPointerRangeSize = 12,
   kPointerHandleTypes = 14,
-  kPointerMappingSize = 18,
-  kPointerMappingBase = 19,
 };
 
 enum MemLocationType : int { kLocationDevice = 1 };
@@ -133,6 +131,8 @@ enum CaptureMode : int { kCaptureRelaxed = 2 };
     (MemoryHandle*, void* shareable, int type))                                                  \
   X(mem_retain_allocation_handle, "cuMemRetainAllocationHandle", (MemoryHandle*, void* address)) \
   X(mem_get_info, "cuMemGetInfo_v2", (std::size_t* num_free, std::size_t* num_total))            \
+  X(mem_get_address_range, "cuMemGetAddressRange_v2",                                            \
+    (DevicePtr * base, std::size_t* num_bytes, DevicePtr))                                       \
   X(pointer_get_attributes, "cuPointerGetAttributes",                                            \
     (unsigned num_attributes, int* attributes, void** results, DevicePtr))                       \
   X(mem_alloc, "cuMemAlloc_v2", (DevicePtr*, std::size_t num_bytes))                             \
