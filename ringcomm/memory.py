@@ -32,8 +32,8 @@ def empty_shared(
     On a GPU it is torch.empty's tensor, and the call is collective: all ranks of the group call it,
     each for its own device, and map each other's at once. Collectives run directly on ordinary
     tensors of 64 KiB and more too, from their second or third call on; so use it there for the
-    calls of a CUDA graph. Where some rank's cannot be mapped (`expandable_segments`, or less than
-    a sixteenth of the memory free), it warns, and collectives on the tensor are staged.
+    calls of a CUDA graph. Where some rank's cannot be mapped (memory that is not shared, or less
+    than a sixteenth of the memory free), it warns, and collectives on the tensor are staged.
 
     Unlike ordinary tensors, such a tensor on the CPU stays shared with a forked child: each process
     sees the other's writes.
@@ -77,8 +77,8 @@ def empty_shared(
     if not is_mapped:
         warnings.warn(
             f"ringcomm.empty_shared: the ranks cannot all map each other's tensors on {place}"
-            " (expandable segments, or little memory, on one of them): collectives on this one"
-            " are staged",
+            " (memory that no other process can map, or little of it, on one of them): collectives"
+            " on this one are staged",
             stacklevel=2,
         )
     return tensor.requires_grad_(requires_grad)

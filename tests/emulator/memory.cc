@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <string>
 #include <string_view>
@@ -37,6 +38,7 @@ struct PhysicalMemory {
   std::size_t num_bytes = 0;
   int device = 0;             ///< the GPU itself
   bool is_exportable = true;  ///< by descriptor
+  int num_handles = 0;        ///< of this process, which are equal
   Context charged = nullptr;  ///< null for imported memory
 
   ~PhysicalMemory() {
@@ -91,14 +93,14 @@ DevicePtr as_address(const void* pointer) { return reinterpret_cast<DevicePtr>(p
 // ---- the address space of this process
 
 /// How a piece of the address space was created, which determines how it is removed.
-enum class Origin { kReserved, kAllocated, kIpc, kHost };
+enum class Origin { kMapped, kAllocated, kIpc, kHost };
 
 /// A piece of the address space that the driver knows.
 struct Piece {
   DevicePtr base = 0;
   std::size_t num_bytes = 0;
   Origin origin = Origin::kAllocated;
-  std::shared_ptr<PhysicalMemory> memory;  // none for the host's, nor for what is only reserved
+  std::shared_ptr<PhysicalMemory> memory;  // none for the host's
   std::uint64_t id = 0;                    // never used again, but with REUSES_IDS
   // Of one by a handle: where its owner has it, which context opened it, and how often.
   pid_t owner = 0;
@@ -107,15 +109,36 @@ struct Piece {
   int num_opens = 1;
 };
 
+/// Addresses that are reserved, into which pieces are mapped. CUDA does not say that these have
+/// numbers of their own, so they have that of the reservation.
+struct Reservation {
+  std::size_t num_bytes = 0;
+  std::uint64_t id = 0;
+};
+
 // Never destroyed.
 std::mutex& space_mutex = *new std::mutex();
 std::map<DevicePtr, Piece>& pieces = *new std::map<DevicePtr, Piece>();
+std::map<DevicePtr, Reservation>& reservations = *new std::map<DevicePtr, Reservation>();
+
+std::uint64_t new_id(DevicePtr base) {
+  static std::uint64_t num_made = 0;
+  return settings().reuses_ids ? base : ++num_made;
+}
 
 void add_piece(Piece piece) {
-  static std::uint64_t num_made = 0;
   const std::lock_guard lock(space_mutex);
-  piece.id = settings().reuses_ids ? piece.base : ++num_made;
+  piece.id = new_id(piece.base);
   pieces[piece.base] = std::move(piece);
+}
+
+/// That which the addresses are in, or else the end of `reservations`; under the lock.
+auto reservation_of(DevicePtr address, std::size_t num_bytes = 1) {
+  auto after = reservations.upper_bound(address);
+  if (after == reservations.begin()) return reservations.end();
+  const auto found = std::prev(after);
+  const auto& [base, reservation] = *found;
+  return address - base + num_bytes <= reservation.num_bytes ? found : reservations.end();
 }
 
 /// Calls change(piece) with the one that begins at `base`, under the lock, and returns its Result;
@@ -128,10 +151,10 @@ Result change_piece(DevicePtr base, Origin origin, Change change) {
   return change(found->second);
 }
 
-/// The same with the reservation of exactly this size.
+/// The same with what is mapped into a reservation, all of it.
 template <class Change>
-Result change_reserved(DevicePtr address, std::size_t num_bytes, Change change) {
-  return change_piece(address, Origin::kReserved, [&](Piece& piece) {
+Result change_mapped(DevicePtr address, std::size_t num_bytes, Change change) {
+  return change_piece(address, Origin::kMapped, [&](Piece& piece) {
     return piece.num_bytes == num_bytes ? change(piece) : kInvalidValue;
   });
 }
@@ -254,19 +277,40 @@ Result api::pointer_get_attributes(unsigned num_attributes, int* attributes, voi
   RINGCOMM_TRY(require_context());
   Piece piece;  // all zeros for memory that the driver does not know
   find_piece(address, &piece);
+  DevicePtr range_base = piece.base;
+  std::size_t range_bytes = piece.num_bytes;
+  if (piece.origin == Origin::kMapped) {
+    const std::lock_guard lock(space_mutex);
+    const auto found = reservation_of(address);
+    range_base = found->first;
+    range_bytes = found->second.num_bytes;
+  }
   for (unsigned i = 0; i < num_attributes; ++i) {
     if (attributes[i] == kPointerBufferId)
       *static_cast<std::uint64_t*>(results[i]) = piece.id;
     else if (attributes[i] == kPointerRangeStart)
-      *static_cast<DevicePtr*>(results[i]) = piece.base;
+      *static_cast<DevicePtr*>(results[i]) = range_base;
     else if (attributes[i] == kPointerRangeSize)
-      *static_cast<std::size_t*>(results[i]) = piece.num_bytes;
+      *static_cast<std::size_t*>(results[i]) = range_bytes;
+    else if (attributes[i] == kPointerHandleTypes)
+      *static_cast<int*>(results[i]) =
+          piece.origin == Origin::kMapped && piece.memory->is_exportable ? kHandlePosixFd : 0;
     else if (attributes[i] == kPointerHasIpcHandle)
       *static_cast<unsigned*>(results[i]) =
           piece.id != 0 && piece.origin == Origin::kAllocated && settings().has_ipc;
     else
       return kInvalidValue;
   }
+  return kSuccess;
+}
+
+/// Of what is mapped there, also where that is less than the reservation.
+Result api::mem_get_address_range(DevicePtr* base, std::size_t* num_bytes, DevicePtr address) {
+  RINGCOMM_TRY(require_context());
+  Piece piece;
+  if (!find_piece(address, &piece)) return kInvalidValue;
+  *base = piece.base;
+  *num_bytes = piece.num_bytes;
   return kSuccess;
 }
 
@@ -373,7 +417,10 @@ std::shared_ptr<PhysicalMemory> find_memory(MemoryHandle handle) {
   return Handles<PhysicalMemory>::all().find(reinterpret_cast<PhysicalMemory*>(handle));
 }
 
+/// One more handle of it, which keeps it: the same number, as long as any is left or it is mapped.
 MemoryHandle add_memory(std::shared_ptr<PhysicalMemory> memory) {
+  const std::lock_guard lock(space_mutex);
+  ++memory->num_handles;
   return reinterpret_cast<MemoryHandle>(Handles<PhysicalMemory>::all().add(std::move(memory)));
 }
 
@@ -421,8 +468,20 @@ Result api::mem_create(MemoryHandle* handle, std::size_t num_bytes, const MemAll
 
 Result api::mem_release(MemoryHandle handle) {
   RINGCOMM_TRY(require_vmm());
-  auto* const memory = reinterpret_cast<PhysicalMemory*>(handle);
-  return Handles<PhysicalMemory>::all().remove(memory) != nullptr ? kSuccess : kInvalidValue;
+  const std::shared_ptr<PhysicalMemory> memory = find_memory(handle);
+  if (memory == nullptr) return kInvalidValue;
+  const std::lock_guard lock(space_mutex);
+  if (--memory->num_handles == 0) Handles<PhysicalMemory>::all().remove(memory.get());
+  return kSuccess;
+}
+
+Result api::mem_retain_allocation_handle(MemoryHandle* handle, void* address) {
+  RINGCOMM_TRY(require_vmm());
+  Piece piece;
+  if (!find_piece(as_address(address), &piece) || piece.origin != Origin::kMapped)
+    return kInvalidValue;
+  *handle = add_memory(piece.memory);
+  return kSuccess;
 }
 
 Result api::mem_address_reserve(DevicePtr* address, std::size_t num_bytes, std::size_t alignment,
@@ -432,18 +491,21 @@ Result api::mem_address_reserve(DevicePtr* address, std::size_t num_bytes, std::
   if (alignment != 0) return kNotSupported;
   *address = reserve(num_bytes);
   if (*address == 0) return kErrorOutOfMemory;
-  add_piece({*address, num_bytes, Origin::kReserved, nullptr});
+  const std::lock_guard lock(space_mutex);
+  reservations[*address] = {num_bytes, new_id(*address)};
   return kSuccess;
 }
 
 Result api::mem_address_free(DevicePtr address, std::size_t num_bytes) {
   RINGCOMM_TRY(require_vmm());
-  return change_reserved(address, num_bytes, [&](const Piece& piece) {
-    if (piece.memory != nullptr) return kInvalidValue;
-    pieces.erase(address);
-    munmap(as_pointer(address), num_bytes);
-    return kSuccess;
-  });
+  const std::lock_guard lock(space_mutex);
+  const auto found = reservations.find(address);
+  if (found == reservations.end() || found->second.num_bytes != num_bytes) return kInvalidValue;
+  const auto first = pieces.lower_bound(address);
+  if (first != pieces.end() && first->first < address + num_bytes) return kInvalidValue;
+  reservations.erase(found);
+  munmap(as_pointer(address), num_bytes);
+  return kSuccess;
 }
 
 Result api::mem_map(DevicePtr address, std::size_t num_bytes, std::size_t offset,
@@ -452,21 +514,27 @@ Result api::mem_map(DevicePtr address, std::size_t num_bytes, std::size_t offset
   const std::shared_ptr<PhysicalMemory> memory = find_memory(handle);
   if (memory == nullptr || flags != 0 || offset != 0 || num_bytes > memory->num_bytes)
     return kInvalidValue;
-  return change_reserved(address, num_bytes, [&](Piece& piece) {
-    if (piece.memory != nullptr) return kAlreadyMapped;
-    if (!map_over(address, num_bytes, PROT_NONE, MAP_SHARED, memory->fd.get())) return kMapFailed;
-    piece.memory = memory;
-    return kSuccess;
-  });
+  const std::lock_guard lock(space_mutex);
+  const auto range = reservation_of(address, num_bytes);
+  if (range == reservations.end()) return kInvalidValue;
+  const auto after = pieces.lower_bound(address + num_bytes);
+  if (after != pieces.begin()) {
+    const Piece& before = std::prev(after)->second;
+    if (before.base + before.num_bytes > address) return kAlreadyMapped;
+  }
+  if (!map_over(address, num_bytes, PROT_NONE, MAP_SHARED, memory->fd.get())) return kMapFailed;
+  pieces[address] = {address, num_bytes, Origin::kMapped, memory, range->second.id};
+  return kSuccess;
 }
 
 Result api::mem_unmap(DevicePtr address, std::size_t num_bytes) {
   RINGCOMM_TRY(require_vmm());
-  return change_reserved(address, num_bytes, [&](Piece& piece) {
-    if (piece.memory == nullptr) return kInvalidValue;
+  std::shared_ptr<PhysicalMemory> memory;  // goes without the lock
+  return change_mapped(address, num_bytes, [&](Piece& piece) {
     if (!map_over(address, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1))
       return kOperatingSystem;
-    piece.memory = nullptr;
+    memory = std::move(piece.memory);
+    pieces.erase(address);
     return kSuccess;
   });
 }
@@ -479,8 +547,7 @@ Result api::mem_set_access(DevicePtr address, std::size_t num_bytes, const MemAc
     return kInvalidValue;
   Context context = nullptr;
   RINGCOMM_TRY(require_device(access->location.id, &context));
-  return change_reserved(address, num_bytes, [&](Piece& piece) {
-    if (piece.memory == nullptr) return kInvalidValue;
+  return change_mapped(address, num_bytes, [&](const Piece& piece) {
     if (!can_map(context, piece.memory->device)) return kInvalidDevice;
     return mprotect(as_pointer(address), num_bytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
                                                                                  : kOperatingSystem;
@@ -518,7 +585,11 @@ Result check_operand(DevicePtr address, std::size_t num_bytes, bool* is_pageable
   Piece piece;
   *is_pageable = !find_piece(address, &piece);
   if (*is_pageable) return address != 0 ? kSuccess : kInvalidValue;
-  return num_bytes <= piece.base + piece.num_bytes - address ? kSuccess : kInvalidValue;
+  DevicePtr end = piece.base + piece.num_bytes;
+  // Pieces that are mapped side by side are as one.
+  while (end - address < num_bytes && piece.origin == Origin::kMapped && find_piece(end, &piece))
+    end = piece.base + piece.num_bytes;
+  return num_bytes <= end - address ? kSuccess : kInvalidValue;
 }
 
 }  // namespace

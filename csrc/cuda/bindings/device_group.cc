@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "bindings/python_errors.h"
+#include "communicator/records.h"
 #include "core/errors.h"
 #include "cuda/collectives/ipc_transport.h"
 #include "cuda/messages/transport.h"
@@ -304,6 +305,10 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
                       engine->stats().count(call.op, transport.enqueue(call, place));
                       if (finish) finish();
                     });
+  if (transport.has_private_memory())
+    TORCH_WARN_ONCE(
+        "ringcomm: calls on some tensors of GPUs are copied through its own memory, because other "
+        "processes cannot map theirs: a pool's, or expandable segments that are not shared");
 }
 
 std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_async, int peer,

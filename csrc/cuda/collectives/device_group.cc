@@ -1,6 +1,5 @@
 #include "cuda/collectives/device_group.h"
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,15 +12,12 @@
 #include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/launches.h"
-#include "host/bootstrap.h"
 #include "host/fd.h"
 #include "host/process.h"
 #include "host/rank_record.h"
 
 namespace ringcomm::cuda {
 namespace {
-
-constexpr std::chrono::milliseconds kFetchTimeout{10'000};
 
 // The signature that every rank writes into its own part and checks in the others'.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
@@ -34,29 +30,6 @@ std::uint64_t process_identity() {
   static constinit PerProcess<Identity> identity;
   return identity.get().number;
 }
-
-// A file descriptor that other ranks' processes can fetch while this object lives.
-class Offer {
- public:
-  explicit Offer(host::UniqueFd fd) { host::Bootstrap::instance().offer(key_, std::move(fd)); }
-  ~Offer() { host::Bootstrap::instance().withdraw(key_); }
-  Offer(const Offer&) = delete;
-  Offer& operator=(const Offer&) = delete;
-
-  const std::string& key() const { return key_; }
-  // Fetches what a rank's process offers.
-  static host::UniqueFd fetch(const RankPlace& place, int rank, const std::string& key) {
-    host::UniqueFd fd =
-        host::Bootstrap::instance().fetch(place.bootstrap_address.str(), key, kFetchTimeout);
-    if (!fd)
-      throw Error({.kind = ErrorKind::kSystem, .rank = rank},
-                  "ringcomm: rank " + std::to_string(rank) + " did not send its memory descriptor");
-    return fd;
-  }
-
- private:
-  const std::string key_ = host::random_text();
-};
 
 int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   int value = 0;

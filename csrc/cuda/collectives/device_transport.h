@@ -58,6 +58,9 @@ class DeviceTransport {
   /// of it cannot be mapped; null is a buffer that could not be allocated.
   virtual bool map(const void* data, std::size_t num_bytes) = 0;
 
+  /// Whether calls copy some buffers because no other process can map their memory.
+  virtual bool has_private_memory() const { return false; }
+
   /// Whether work may end without being complete, because a rank has failed. Work that ended while
   /// this was false is complete. From any thread.
   virtual bool may_have_given_up() const noexcept = 0;

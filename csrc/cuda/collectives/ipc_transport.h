@@ -50,6 +50,7 @@ class IpcTransport final : public DeviceTransport {
   bool finds_mismatches() const override { return true; }
   /// Throws Error, std::invalid_argument.
   bool map(const void* data, std::size_t num_bytes) override;
+  bool has_private_memory() const override { return allocations_.has_private_memory(); }
 
   void abort() noexcept override { watch_.end_waits(); }
   bool may_have_given_up() const noexcept override {

@@ -17,6 +17,8 @@ constexpr std::uint64_t kFailuresPerTry = 64;
 constexpr int kIdleLooks = 25;
 constexpr std::size_t kRowsPerLook = 16;
 constexpr std::chrono::milliseconds kReleasePoll{2};
+// Each is an open file.
+constexpr std::ptrdiff_t kMostOffers = 128;
 
 bool contains(const Allocation& allocation, const std::byte* data, std::uint64_t num_bytes) {
   const auto begin = reinterpret_cast<DevicePtr>(data);
@@ -58,16 +60,25 @@ PeerAllocations::~PeerAllocations() {
 
 // ---- this rank's allocations
 
-void PeerAllocations::find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers) {
+void PeerAllocations::find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers,
+                                  bool wants_all) {
   const std::lock_guard lock(mutex_);
-  if (!group_.maps_tensors() && own_.empty()) return;
+  if (!wants_all && own_.empty()) return;
   Allocation last;
   Place place = 0;
   for (PeerBuffer& buffer : buffers) {
     if (buffer.num_bytes == 0) continue;
     if (!contains(last, buffer.data, buffer.num_bytes)) {
       last = allocation_of(buffer.data);
-      place = place_of(last, number);
+      place = place_of(last, number, wants_all);
+      // Pieces that are side by side are as one, here and for peers.
+      while (last.piece != nullptr && !contains(last, buffer.data, buffer.num_bytes)) {
+        const DevicePtr end = last.base + last.num_bytes;
+        const Allocation next = allocation_of(reinterpret_cast<const std::byte*>(end));
+        if (next.range_base != last.range_base || next.base != end) break;
+        if (place_of(next, number, wants_all) == 0) place = 0;
+        last.num_bytes += next.num_bytes;
+      }
     }
     if (place != 0 && contains(last, buffer.data, buffer.num_bytes))
       buffer.place = place + (reinterpret_cast<DevicePtr>(buffer.data) - last.base);
@@ -78,31 +89,30 @@ bool PeerAllocations::map_now(const std::byte* data, std::size_t num_bytes, std:
   {
     const std::lock_guard lock(mutex_);
     num_failures_ = 0;
-    if (data != nullptr) wanted_.push_back(data);
   }
+  std::vector<PeerBuffer> buffers = {{data, data != nullptr ? num_bytes : 0}};
+  find_places(number, buffers, /*wants_all=*/true);
   for (int round = 0; round < 2; ++round) {  // all have announced; all have mapped
     follow(number, /*may_unmap=*/false);
     exchange_.all_gather(0);
   }
-  bool is_mapped = num_bytes == 0;
-  if (data != nullptr && num_bytes > 0) {
-    const std::lock_guard lock(mutex_);
-    const Allocation allocation = allocation_of(data);
-    is_mapped = contains(allocation, data, num_bytes) && place_of(allocation, number) != 0;
-  }
+  find_places(number, buffers);
+  const bool is_mapped = num_bytes == 0 || buffers[0].place != 0;
   const std::vector<std::uint8_t> all = exchange_.all_gather(std::uint8_t{is_mapped});
   return std::ranges::find(all, 0) == all.end();
 }
 
 // Of the first byte of an allocation of this rank; 0 where peers have yet to map it, or it cannot
 // be mapped.
-Place PeerAllocations::place_of(const Allocation& allocation, std::uint64_t number) {
+Place PeerAllocations::place_of(const Allocation& allocation, std::uint64_t number,
+                                bool is_wanted) {
   // Freed ones are found even if the program allocates nothing more.
   if (!own_.empty()) retire_if_freed(num_looks_++ % own_.size());
-  if (!allocation.has_ipc_handle) return 0;
+  has_private_ = has_private_ || !allocation.has_handle;
+  if (!allocation.has_handle) return 0;
   const std::size_t row = find(allocation.id);
   if (row == kMaxRows) {
-    if (group_.maps_tensors() && wanted_.size() < kMaxRows)
+    if (is_wanted && wanted_.size() < kMaxRows)
       wanted_.push_back(reinterpret_cast<const std::byte*>(allocation.base));
     return 0;
   }
@@ -130,25 +140,42 @@ bool PeerAllocations::is_known_to_all(std::size_t row) const {
 
 void PeerAllocations::announce(const std::byte* data) {
   const Allocation allocation = allocation_of(data);  // which may have changed since the call
-  if (!allocation.has_ipc_handle || find(allocation.id) != kMaxRows) return;
+  if (!allocation.has_handle || find(allocation.id) != kMaxRows) return;
   if (num_failures_ % kFailuresPerTry != 0) return void(++num_failures_);
-  for (std::size_t row = 0; row < own_.size(); ++row) retire_if_freed(row);
+  const auto has_offer = [](const Own& own) { return own.offer != nullptr; };
+  if (allocation.piece != nullptr && std::ranges::count_if(own_, has_offer) >= kMostOffers) return;
   const std::size_t row = free_row();
   bool is_announced = false;
   if (row != kMaxRows && !is_memory_scarce()) try {
-      PeerAllocation& mine = row_of(rank_, row).allocation;
-      check(driver().ipc_get_mem_handle(&mine.handle, allocation.base), "hand out GPU memory");
-      mine.process = group_.place(rank_).process;
-      mine.id = allocation.id;
-      mine.base = allocation.base;
+      Own own{.id = allocation.id, .base = allocation.base, .piece = allocation.piece};
+      PeerAllocation mine{
+          .process = group_.place(rank_).process, .id = allocation.id, .base = allocation.base};
+      if (allocation.piece == nullptr) {
+        check(driver().ipc_get_mem_handle(&mine.handle, allocation.base), "hand out GPU memory");
+      } else {
+        own.offer = std::make_unique<Offer>(export_memory(allocation.piece->handle));
+        own.offer->key().copy(mine.handle.reserved, sizeof mine.handle.reserved - 1);
+        mine.num_bytes = allocation.num_bytes;
+        mine.range_base = allocation.range_base;
+        mine.range_bytes = allocation.range_bytes;
+      }
+      row_of(rank_, row).allocation = mine;
       write_base(row, rank_, reinterpret_cast<std::byte*>(allocation.base));
       if (own_.size() <= row) own_.resize(row + 1);
-      own_[row] = {.id = allocation.id, .base = allocation.base};
+      own_[row] = std::move(own);
       publish(row);
       is_announced = true;
     } catch (const Error&) {  // the buffer is staged
     }
   num_failures_ = is_announced ? 0 : num_failures_ + 1;
+}
+
+// Retires what has been freed, and ends offers that all peers have taken up.
+void PeerAllocations::look_at_own() {
+  for (std::size_t row = 0; row < own_.size(); ++row) {
+    retire_if_freed(row);
+    if (is_known_to_all(row) && row_of(rank_, row).failed == 0) own_[row].offer = nullptr;
+  }
 }
 
 // kMaxRows if there is none.
@@ -208,6 +235,7 @@ void PeerAllocations::follow(std::uint64_t call, bool may_unmap) {
   if (may_unmap) unmap_retired();
   has_postponed_ = has_retired();
   for_news(true, [&](int rank, std::size_t row) { map(rank, row, call); });
+  if (!wanted_.empty() && num_failures_ % kFailuresPerTry == 0) look_at_own();
   for (const std::byte* data : std::exchange(wanted_, {})) announce(data);
 }
 
@@ -238,7 +266,9 @@ void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call) {
   std::byte* base = nullptr;
   try {
     if (place.process != own.process) {
-      theirs.mapping = mappings_.map(source.allocation);
+      theirs.mapping = mappings_.map(source.allocation, [&] {
+        return Offer::fetch(place, rank, source.allocation.handle.reserved);
+      });
       base = theirs.mapping->data;
     } else if (place.device == own.device) {
       base = reinterpret_cast<std::byte*>(source.allocation.base);

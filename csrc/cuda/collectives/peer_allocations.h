@@ -14,11 +14,12 @@
 
 namespace ringcomm::cuda {
 
-/// Allocations of the ranks' own programs, such as the segments of torch's caching allocator, in
-/// which peers access the buffers of collectives directly: announced in the group's host memory by
-/// the call after the first that uses one, mapped by the peers' next calls, then lent, and retired
-/// when the driver's number of the allocation has changed (docs/design/gpu.md, "Buffers in place").
-/// What cannot be mapped is staged.
+/// Allocations of the ranks' own programs, such as the segments of torch's caching allocator, or
+/// the pieces of which its expandable segments are made, in which peers access the buffers of
+/// collectives directly: announced in the group's host memory by the call after the first that uses
+/// one, mapped by the peers' next calls, then lent, and retired when the driver's number of the
+/// allocation has changed (docs/design/gpu.md, "Buffers in place"). What cannot be mapped is
+/// staged.
 ///
 /// find_places(), map_now(), has_news() and follow() by one thread at a time.
 class PeerAllocations {
@@ -33,11 +34,14 @@ class PeerAllocations {
 
   /// Sets the places of buffers of this rank, in a call that is about to be launched: 0 where peers
   /// have not mapped one. `number`: of the call among the group's.
-  void find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers);
+  void find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers) {
+    find_places(number, buffers, group_.maps_tensors());
+  }
   /// Collective: maps a buffer of each rank before its first call. Returns whether all ranks can
   /// use those of all. Throws Error if a rank does not arrive.
   bool map_now(const std::byte* data, std::size_t num_bytes, std::uint64_t number);
   bool has_news();
+  bool has_private_memory() const { return has_private_; }
   /// Unmaps what peers have retired, if it may, which waits for the kernels of this process. Maps
   /// what they have announced, and announces what this rank's last calls used.
   void follow(std::uint64_t call, bool may_unmap);
@@ -53,6 +57,8 @@ class PeerAllocations {
   struct Own {
     std::uint64_t id = 0;  // 0: free
     DevicePtr base = 0;
+    std::shared_ptr<const MappedPiece> piece = nullptr;
+    std::unique_ptr<Offer> offer = nullptr;  // of the piece, until all peers have mapped it
   };
   struct Theirs {
     std::uint64_t version = 0;
@@ -60,13 +66,15 @@ class PeerAllocations {
     std::shared_ptr<PeerMappings::Mapping> mapping = nullptr;  // null in the owner's own process
   };
 
-  Place place_of(const Allocation& allocation, std::uint64_t number);
+  void find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers, bool wants_all);
+  Place place_of(const Allocation& allocation, std::uint64_t number, bool is_wanted);
   void write_base(std::size_t row, int rank, std::byte* base);
   GroupWords::OfAllocation& row_of(int rank, std::size_t row) const {
     return group_.words().allocations[rank][row];
   }
   std::size_t find(std::uint64_t id) const;
   void announce(const std::byte* data);
+  void look_at_own();
   std::size_t free_row() const;
   bool is_freed(std::size_t row) const;
   void retire_if_freed(std::size_t row);
@@ -92,6 +100,7 @@ class PeerAllocations {
   std::vector<Own> own_;  // by row
   std::vector<std::vector<Theirs>> theirs_;
   std::vector<const std::byte*> wanted_;  // buffers in no row
+  bool has_private_ = false;              // some buffer's memory has no handle
   std::uint64_t num_failures_ = 0;        // to announce, one after the other
   std::uint64_t num_followed_ = 0;        // versions
   bool has_postponed_ = false;            // some of these are to be unmapped

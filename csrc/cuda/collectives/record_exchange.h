@@ -7,12 +7,9 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
-#include "collectives/call.h"
-#include "communicator/communicator.h"
+#include "communicator/records.h"
 #include "core/arch.h"
 #include "cuda/driver/device_memory.h"
 #include "cuda/kernels/staging.h"
@@ -23,35 +20,6 @@ namespace ringcomm::cuda {
 /// all take the same other way.
 struct Unavailable : std::runtime_error {
   using runtime_error::runtime_error;
-};
-
-/// Plain records of all ranks, by the group's own all_gather between hosts' memories.
-class RecordExchange {
- public:
-  RecordExchange(Communicator& communicator, const WaitLimits& limits)
-      : communicator_(communicator), limits_(limits) {}
-
-  int rank() const { return communicator_.rank(); }
-  int world_size() const { return communicator_.world_size(); }
-
-  /// Collective; in rank order. Throws Error.
-  template <class Record>
-  std::vector<Record> all_gather(const Record& mine) {
-    static_assert(std::is_trivially_copyable_v<Record>);
-    std::vector<Record> all(static_cast<std::size_t>(world_size()));
-    std::vector<void*> outputs;
-    for (Record& record : all) outputs.push_back(&record);
-    const void* input = &mine;
-    Collective call{
-        {.num_elems = sizeof(Record), .op = OpKind::kAllGather}, &input, outputs.data()};
-    call.is_counted = false;
-    communicator_.run(std::move(call), limits_);
-    return all;
-  }
-
- private:
-  Communicator& communicator_;
-  const WaitLimits& limits_;
 };
 
 /// Text in a record; truncated if it does not fit.

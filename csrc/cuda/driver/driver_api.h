@@ -45,6 +45,7 @@ enum PointerAttribute : int {
   kPointerHasIpcHandle = 10,
   kPointerRangeStart = 11,
   kPointerRangeSize = 12,
+  kPointerHandleTypes = 14,
 };
 
 enum MemLocationType : int { kLocationDevice = 1 };
@@ -128,7 +129,10 @@ enum CaptureMode : int { kCaptureRelaxed = 2 };
     (void* shareable, MemoryHandle, int type, WideFlags))                                        \
   X(mem_import_from_shareable_handle, "cuMemImportFromShareableHandle",                          \
     (MemoryHandle*, void* shareable, int type))                                                  \
+  X(mem_retain_allocation_handle, "cuMemRetainAllocationHandle", (MemoryHandle*, void* address)) \
   X(mem_get_info, "cuMemGetInfo_v2", (std::size_t* num_free, std::size_t* num_total))            \
+  X(mem_get_address_range, "cuMemGetAddressRange_v2",                                            \
+    (DevicePtr * base, std::size_t* num_bytes, DevicePtr))                                       \
   X(pointer_get_attributes, "cuPointerGetAttributes",                                            \
     (unsigned num_attributes, int* attributes, void** results, DevicePtr))                       \
   X(mem_alloc, "cuMemAlloc_v2", (DevicePtr*, std::size_t num_bytes))                             \

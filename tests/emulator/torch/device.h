@@ -52,6 +52,9 @@ void launch(c10::Stream stream, std::function<void()> function, bool is_operator
 // With RINGCOMM_EMULATOR_SEGMENTS in the environment, blocks and segments have the sizes that they
 // have with CUDA, are split and joined as there, and are counted so. Without, each tensor has an
 // allocation of the driver's, behind which the host faults, and counts with the bytes asked for.
+//
+// With RINGCOMM_EMULATOR_PIECES, allocations are made of pieces of 2 MiB, which are mapped side by
+// side into a range of addresses of their stream's, as in torch's expandable segments.
 
 /// Allocates on the current device, for its current stream.
 c10::Allocator& allocator();

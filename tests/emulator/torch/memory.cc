@@ -29,6 +29,15 @@ bool has_segments() {
   return has;
 }
 
+/// Whether segments are made of pieces in a range of addresses of their stream's, as torch's
+/// expandable ones are.
+bool has_pieces() {
+  static const bool has = std::getenv("RINGCOMM_EMULATOR_PIECES") != nullptr;
+  return has;
+}
+constexpr std::size_t kPieceBytes = 2 * kMiB;
+constexpr std::size_t kRangeBytes = std::size_t{1} << 30;
+
 constexpr std::size_t round_up(std::size_t num_bytes, std::size_t unit) {
   return (num_bytes + unit - 1) / unit * unit;
 }
@@ -41,12 +50,70 @@ std::size_t block_bytes_of(std::size_t num_bytes) {
 
 /// Of the segment that is allocated for a block.
 std::size_t segment_bytes(std::size_t block_bytes) {
+  if (has_pieces()) return round_up(block_bytes, kPieceBytes);
   if (!has_segments()) return block_bytes;
   if (block_bytes <= kMaxSmallBytes) return 2 * kMiB;
   return block_bytes < 10 * kMiB ? 20 * kMiB : round_up(block_bytes, 2 * kMiB);
 }
 
 cuda::DevicePtr address_of(const void* data) { return reinterpret_cast<cuda::DevicePtr>(data); }
+
+/// Pieces of physical memory, each mapped in a place of a range of addresses.
+class Range {
+ public:
+  explicit Range(c10::DeviceIndex device) : device_(device), is_mapped_(kRangeBytes / kPieceBytes) {
+    check(driver().mem_address_reserve(&base_, kRangeBytes, 0, 0, 0), "reserve addresses");
+  }
+
+  /// Where there is room first. What has been mapped before it fails is unmapped.
+  cuda::Result map(cuda::DevicePtr* address, std::size_t num_bytes) {
+    const auto num = static_cast<std::ptrdiff_t>(num_bytes / kPieceBytes);
+    const auto room = std::search_n(is_mapped_.begin(), is_mapped_.end(), num, false);
+    TORCH_CHECK(room != is_mapped_.end(), "emugpu: a range of addresses is full");
+    *address = base_ + static_cast<std::size_t>(room - is_mapped_.begin()) * kPieceBytes;
+    for (std::size_t done = 0; done < num_bytes; done += kPieceBytes)
+      if (const cuda::Result result = map_piece(*address + done); result != cuda::kSuccess) {
+        unmap(*address, done);
+        return result;
+      }
+    return cuda::kSuccess;
+  }
+
+  void unmap(cuda::DevicePtr address, std::size_t num_bytes) {
+    for (std::size_t done = 0; done < num_bytes; done += kPieceBytes) {
+      check(driver().mem_unmap(address + done, kPieceBytes), "unmap a piece");
+      is_mapped_[(address + done - base_) / kPieceBytes] = false;
+    }
+  }
+
+  bool contains(cuda::DevicePtr address) const {
+    return address >= base_ && address - base_ < kRangeBytes;
+  }
+
+ private:
+  /// As torch, which lets other processes have it unless this variable says 0.
+  cuda::Result map_piece(cuda::DevicePtr address) {
+    const char* shares = std::getenv("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC");
+    cuda::MemAllocationProp prop = {};
+    prop.type = cuda::kAllocationPinned;
+    prop.location = {cuda::kLocationDevice, device_};
+    prop.requested_handle_types =
+        shares == nullptr || std::strcmp(shares, "0") != 0 ? cuda::kHandlePosixFd : 0;
+    cuda::MemoryHandle handle = 0;
+    const cuda::Result result = driver().mem_create(&handle, kPieceBytes, &prop, 0);
+    if (result != cuda::kSuccess) return result;
+    check(driver().mem_map(address, kPieceBytes, 0, handle, 0), "map a piece");
+    check(driver().mem_release(handle), "let a piece go with its mapping");
+    const cuda::MemAccessDesc access = {prop.location, cuda::kAccessReadWrite};
+    check(driver().mem_set_access(address, kPieceBytes, &access, 1), "use a piece");
+    is_mapped_[(address - base_) / kPieceBytes] = true;
+    return cuda::kSuccess;
+  }
+
+  c10::DeviceIndex device_;
+  cuda::DevicePtr base_ = 0;
+  std::vector<bool> is_mapped_;
+};
 
 struct Block {
   std::byte* data = nullptr;
@@ -208,21 +275,34 @@ class Heap {
       if (block->before != nullptr || block->after != nullptr) return false;
       synchronize(block->owner);
       const ContextGuard context(block->owner.device_index());
-      check(driver().mem_free(address_of(block->data)), "free the memory of tensors");
+      free_segment(address_of(block->data), block->num_bytes);
       counts_.reserved.current -= block->num_bytes;
       delete block;
       return true;
     });
   }
 
+  cuda::Result allocate_segment(cuda::DevicePtr* address, std::size_t num_bytes,
+                                c10::Stream owner) {
+    if (!has_pieces()) return driver().mem_alloc(address, num_bytes);
+    return ranges_.try_emplace(owner.id(), owner.device_index())
+        .first->second.map(address, num_bytes);
+  }
+
+  void free_segment(cuda::DevicePtr address, std::size_t num_bytes) {
+    for (auto& [stream, range] : ranges_)
+      if (range.contains(address)) return range.unmap(address, num_bytes);
+    check(driver().mem_free(address), "free the memory of tensors");
+  }
+
   Block* make_segment(std::size_t block_bytes, c10::Stream owner) {
     const std::size_t num_bytes = segment_bytes(block_bytes);
     const ContextGuard context(owner.device_index());
     cuda::DevicePtr address = 0;
-    cuda::Result result = driver().mem_alloc(&address, num_bytes);
+    cuda::Result result = allocate_segment(&address, num_bytes, owner);
     if (result == kErrorOutOfMemory && !is_capturing(owner)) {
       free_segments();
-      result = driver().mem_alloc(&address, num_bytes);
+      result = allocate_segment(&address, num_bytes, owner);
     }
     TORCH_CHECK_WITH(OutOfMemoryError, result != kErrorOutOfMemory,
                      "emugpu out of memory: cannot allocate memory for a tensor of ", block_bytes,
@@ -237,6 +317,7 @@ class Heap {
   std::mutex mutex_;
   std::map<Place, Block*> free_;
   std::vector<Block*> pending_;  // freed
+  std::map<c10::StreamId, Range> ranges_;
   MemoryCounts counts_;
 };
 

@@ -387,6 +387,50 @@ def descriptors(gpu: Driver, peer: Peer) -> None:
         number(address)  # ends this process
 
 
+def pieces(gpu: Driver, peer: Peer) -> None:
+    """Side by side in one range, each known by its handle, which no other has while it is kept."""
+
+    def attribute(number: int, address: int) -> int:
+        value = ctypes.c_uint64()
+        results = (ctypes.c_void_p * 1)(ctypes.addressof(value))
+        numbers = (ctypes.c_int * 1)(number)
+        gpu.check("PointerGetAttributes", 1, numbers, results, address)
+        return value.value
+
+    def mapping(address: int) -> tuple[int, int]:
+        base, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+        arguments = (ctypes.byref(base), ctypes.byref(num_bytes), address)
+        return gpu.call("MemGetAddressRange_v2", *arguments), base.value
+
+    def put_piece(address: int, handle_types: int) -> int:
+        prop = cuda.AllocationProp(1, handle_types, cuda.Location(1, 0))
+        handle = gpu.made("MemCreate", PIECE, ctypes.byref(prop), 0)
+        gpu.check("MemMap", address, PIECE, 0, handle, 0)
+        gpu.check("MemRelease", handle)
+        return handle
+
+    first = gpu.made("MemAddressReserve", 3 * PIECE, 0, 0, 0)
+    second = first + PIECE
+    handles = [put_piece(first, 1), put_piece(second, 0)]
+    assert [attribute(14, one) for one in (first, second)] == [1, 0]  # what can be exported
+    assert [mapping(one + 5) for one in (first, second)] == [(0, first), (0, second)]
+    assert [attribute(11, one + 5) for one in (first, second)] == [first, first]
+    assert attribute(12, second) == 3 * PIECE
+    assert mapping(second + PIECE)[0] != 0  # nothing is there
+    kept = [gpu.made("MemRetainAllocationHandle", second + 5) for _ in range(2)]
+    assert kept == [handles[1]] * 2
+    assert gpu.call("MemMap", second, PIECE, 0, handles[1], 0) != 0
+    assert gpu.call("MemAddressFree", first, 3 * PIECE) != 0
+    gpu.check("MemUnmap", second, PIECE)
+    assert put_piece(second, 1) != handles[1]
+    for handle in kept:
+        gpu.check("MemRelease", handle)
+    assert gpu.call("MemRelease", handles[1]) != 0
+    for one in (first, second):
+        gpu.check("MemUnmap", one, PIECE)
+    gpu.check("MemAddressFree", first, 3 * PIECE)
+
+
 def counts(gpu: Driver, peer: Peer) -> None:
     """By name, each call once."""
     before = emulated_gpu.driver_calls()
@@ -412,6 +456,7 @@ DELAYED = [{"DELAY_US": "200"}]
         (shared_queue, [True], [{"QUEUES": "1"}], []),
         (lazy_loading, [], [{"LAZY": "1"}], []),
         (counts, [], [{}], []),
+        (pieces, [], [{}], []),
         (blocks, [], [{"SMS": "two"}], [0]),
         (streams, [], [{"DIE_AT": "20"}], [0]),
         (dies_in_a_kernel, [], [{"MPS": "0"}] * 2, [0]),

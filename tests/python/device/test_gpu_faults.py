@@ -310,9 +310,13 @@ def test_expandable_segments(rank: int) -> None:
         assert (tensor == world_size).all()
     # Segments grow, and shrink, under tensors that were used before.
     grown = [ones(10_000_000) for _ in range(4)]
-    for tensor in grown:
-        dist.all_reduce(tensor)
-        assert (tensor == world_size).all()
+    for turn in range(4):
+        for tensor in grown:
+            dist.all_reduce(tensor)
+            assert (tensor == world_size ** (turn + 1)).all()
+    counts = [each for (name, _), each in ringcomm.stats().items() if name == "all_reduce"]
+    in_place, staged = (sum(each[key] for each in counts) for key in ("num_in_place", "num_staged"))
+    assert in_place > 0 or staged == 0  # no ranks that go by messages
 
 
 @in_gpu_ranks(on_cuda, fresh=True)

@@ -5,8 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/call.h"
-#include "cuda/messages/transport.h"
+#include "communicator/records.h"
 
 namespace ringcomm {
 namespace {
