@@ -149,8 +149,8 @@ CALLS: dict[str, Call] = {
     ),
     "ops.reduce_scatter": lambda t, n, g: ops.reduce_scatter(t.input(t.size * n), "sum", g),
     "ops.all_gather": lambda t, n, g: ops.all_gather(t.input(n), g),
-    "ops.broadcast": lambda t, n, g: ops.broadcast(t.input(n), 1, g),
-    "ops.reduce": lambda t, n, g: ops.reduce(t.input(n), 0, "sum", g),
+    "ops.broadcast": lambda t, n, g: torch.ops.ringcomm.broadcast(t.input(n), 1, g.group_name),
+    "ops.reduce": lambda t, n, g: torch.ops.ringcomm.reduce(t.input(n), 0, "sum", g.group_name),
     "fused update": partial(fused_update, momentum=0.0),
     "fused update, momentum": partial(fused_update, momentum=0.9),
 }  # fmt: skip

@@ -195,10 +195,13 @@ def operators(s: Side) -> None:
                 gathered = np.concatenate([s.model(r, size) for r in range(s.n)])
                 s.returned(ops.all_gather(given, s.group), gathered)
             elif form == 4:
-                s.returned(ops.broadcast(given, s.root, s.group), s.model(s.root, size))
+                s.returned(
+                    torch.ops.ringcomm.broadcast(given, s.root, s.group.group_name),
+                    s.model(s.root, size),
+                )
             else:
                 total = s.reduced(size) * (1 if s.is_root else 0)
-                s.returned(ops.reduce(given, s.root, op, s.group), total)
+                s.returned(torch.ops.ringcomm.reduce(given, s.root, op, s.group.group_name), total)
 
 
 # ---- messages
