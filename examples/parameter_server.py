@@ -22,7 +22,6 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--staleness", type=int, default=0, help="steps that a worker may be ahead; -1: any number")
     add("--dedicated", action="store_true", help="rank 0 serves and does not train")
-    add("--bf16", action="store_true", help="send weights and gradients in bfloat16")
     return parser
 
 
@@ -36,7 +35,6 @@ def main(options: argparse.Namespace) -> list[float]:
         servers=[0] if options.dedicated else "all",
         dedicated=options.dedicated,
         staleness=None if options.staleness < 0 else options.staleness,
-        wire_dtype=torch.bfloat16 if options.bf16 else None,
     )
     num_workers = job.world_size - options.dedicated
     worker = job.rank - options.dedicated

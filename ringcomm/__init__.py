@@ -23,7 +23,7 @@ from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError
 from ringcomm.memory import empty_shared, release
 from ringcomm.memory import is_shared as is_shared
 from ringcomm.options import Options
-from ringcomm.survivors import Health, health, shrink
+from ringcomm.survivors import health, shrink
 from ringcomm.trace.dumps import flight_dump
 from ringcomm.version import __version__
 
@@ -40,7 +40,6 @@ lazy.register_operators_at_first_use()
 
 __all__ = [
     "CollectiveTimeoutError",
-    "Health",
     "MismatchError",
     "Options",
     "PeerDiedError",

@@ -15,7 +15,11 @@ import torch
 GONE = {
     "ringcomm.integrations.deepspeed": "the recipe of docs/how-to/serve.md",
     "ringcomm.integrations.sglang": "the recipe of docs/how-to/serve.md",
+    "ringcomm.integrations.vllm.register": "VLLM_PLUGINS=ringcomm",
+    "ringcomm.Health": "the result of ringcomm.health()",
     "ringcomm.on_death": "ringcomm.health()",
+    "ringcomm.ops.broadcast": "torch.ops.ringcomm.broadcast(tensor, src, group.group_name)",
+    "ringcomm.ops.reduce": "torch.ops.ringcomm.reduce(tensor, dst, reduce_op, group.group_name)",
     "ringcomm.ops.new_shard_state": "torch.zeros(end - begin) for each state of the optimizer, with"
     " begin and end of ringcomm.ops.shard_range()",
     "ringcomm.parallel.WeightShards": "torch.distributed.fsdp.fully_shard, or zero.shard(stage=3)",

@@ -22,13 +22,7 @@ _log = logging.getLogger("ringcomm")
 
 @dataclass(frozen=True)
 class Health:
-    """What this rank knows of a group.
-
-    Attributes:
-        ranks: for each rank of the group "alive", "dead" (its process has ended), "left" (it has
-            destroyed the group) or "stopped" (by SIGSTOP or a debugger).
-        failure: why the group has failed, or None. A group that has failed serves no further call.
-    """
+    """What this rank knows of a group: see health()."""
 
     ranks: tuple[Literal["alive", "dead", "left", "stopped"], ...]
     failure: str | None
@@ -43,6 +37,11 @@ def health(group: dist.ProcessGroup | None = None) -> Health:
 
     Args:
         group: the group; None is the default group.
+
+    Returns:
+        `ranks`: for each rank of the group "alive", "dead" (its process has ended), "left" (it has
+        destroyed the group) or "stopped" (by SIGSTOP or a debugger). `failure`: why the group has
+        failed, or None. A group that has failed serves no further call.
 
     Raises:
         ValueError: the group has another backend for CPU tensors, was destroyed, or this rank is

@@ -415,12 +415,10 @@ void define_eager_ops(py::module_& m) {
   m.def("all_reduce", &eager_all_reduce);
   m.def("reduce_scatter", eager(&reduce_scatter));
   m.def("all_gather", eager(&all_gather));
-  m.def("broadcast", eager(&broadcast));
-  m.def("reduce", eager(&reduce));
   m.def("all_reduce_add_rms_norm_", &eager_norm);
   // Arguments of other types: the dispatcher's errors are torch's.
   m.def("all_reduce_add_rms_norm_", [](const py::args&) { return false; });
-  for (const char* name : {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"})
+  for (const char* name : {"all_reduce", "reduce_scatter", "all_gather"})
     m.def(name, [](const py::args&) { return py::none(); });
 }
 

@@ -7,31 +7,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcomm import ops
+from ringcomm import lazy, ops
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["register"]
+__getattr__, __dir__ = lazy.attributes(__name__)
 
 
-def register() -> None:
-    """Makes vLLM's groups on CPUs use ringcomm. Call it before vLLM makes them, on every rank.
+def plugin() -> None:
+    """The entry point of vLLM's plug-ins, which each of its processes calls.
 
-    vLLM's workers are processes of their own, which call the plug-ins that `VLLM_PLUGINS` names:
-    with `VLLM_PLUGINS=ringcomm` they call this function. The groups' backend becomes ringcomm, and
+    With `VLLM_PLUGINS=ringcomm` the backend of its groups on CPUs becomes ringcomm, and
     CpuCommunicator uses it in place of vLLM's own shared-memory operators, which support 2, 3, 4
-    or 8 ranks. Raises ImportError without vLLM.
+    or 8 ranks.
     """
+    if "ringcomm" not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        return
     from vllm.distributed.device_communicators import cpu_communicator
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.dist_backend = "ringcomm"
     vars(cpu_communicator)["_CPUSHMDistributed"] = CpuDistributed
-
-
-def plugin() -> None:
-    """The entry point of vLLM's plug-ins, which vLLM calls unless VLLM_PLUGINS leaves it out."""
-    if "ringcomm" in os.environ.get("VLLM_PLUGINS", "").split(","):
-        register()
 
 
 class CpuDistributed:

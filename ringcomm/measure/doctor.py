@@ -189,12 +189,10 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
     if is_busy:
         text = f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
         text += " measurement: times are longer than on an idle machine"
+        if known["load"] and known["load"][0] > known["cores"]:
+            text += f"; {_load_text(known['load'])}, on {counted(known['cores'], 'CPU')}"
         yield "others", text, "measure again when the machine is idle"
     num_cores = report["cpus"]["num_cores"] or known["cores"]
-    load = known["load"] or [0.0]
-    if is_busy and load[0] > known["cores"]:  # a load alone may be of what has ended
-        text = f"{_load_text(known['load'])}, on {counted(known['cores'], 'CPU')}: programs wait"
-        yield "load", f"{text} for their turn", "measure again when the machine is idle"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and world_size * int(threads) > max(num_cores, world_size):
         num_threads = world_size * min(int(threads), report["threads"]["torch"])
@@ -357,15 +355,14 @@ def _algorithms_text(ranks_per_core: int) -> str:
 
 def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(check, what was measured) of a group, as far as it came."""
-    if "init_s" in group:
-        yield "group", f"made in {in_seconds(group['init_s'])}"
+    if "init_s" in group or "errors" in group:  # these are shown in its place
+        yield "group", f"made in {in_seconds(group.get('init_s', 0.0))}"
     for point in group.get("all_reduce", []):
         name, how = _name_of(point), " and ".join(point["algorithms"]) or "no algorithm: one rank"
         yield name, f"{name}: {_times_of(point)}, {point['busbw_gb_per_s']:.3g} GB/s ({how})"
     if "copy_gb_per_s" in group and group.get("pairs"):
         yield "speed", _speed_text(group)
-    pairs = group.get("pairs", [])
-    if pairs:
+    if pairs := group.get("pairs", []):
         yield "transport", f"transport {pairs[0]['transport']}, {pairs[0]['why']}"
         if pairs[0]["transport"] == "shm":
             yield "algorithms", _algorithms_text(group["ranks_per_core"])
@@ -384,13 +381,11 @@ def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def print_report(report: dict[str, Any]) -> None:
     """Prints a line for each check: ✓ and what was found, or ✗, what is wrong, and a fix."""
-    problems = list(report["problems"])
+    problems = report["problems"]
     facts = {
         "this machine": list(_machine_facts(report)),
         f"a group of {counted(report['world_size'], 'rank')}": list(_group_facts(report["group"])),
     }
-    if "errors" in report["group"]:
-        facts[[*facts][1]].append(("group", ""))
     for title, checks in facts.items():
         print(title)
         for check, fact in checks:
@@ -400,6 +395,5 @@ def print_report(report: dict[str, Any]) -> None:
             if not wrong:
                 print(f"  ✓ {fact}")
         print()
-    count = len(problems)
-    works = "" if "errors" in report["group"] else "; the group works"
-    print(f"{counted(count, 'problem') if count else 'no problems'} found{works}")
+    number = counted(len(problems), "problem") if problems else "no problems"
+    print(f"{number} found{'' if 'errors' in report['group'] else '; the group works'}")

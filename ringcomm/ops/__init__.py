@@ -9,8 +9,6 @@ from ringcomm.ops.collectives import (
     all_gather,
     all_reduce,
     all_reduce_add_rms_norm_,
-    broadcast,
-    reduce,
     reduce_scatter,
 )
 from ringcomm.ops.fused_update import (
@@ -32,10 +30,8 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_add_rms_norm_",
-    "broadcast",
     "cross_entropy",
     "linear_cross_entropy",
-    "reduce",
     "reduce_scatter",
     "reduce_scatter_update_all_gather_",
     "shard_range",

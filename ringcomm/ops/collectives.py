@@ -6,8 +6,9 @@ Gradients are adjoints of the sum of the ranks' losses, as in torch.distributed.
 is therefore its own adjoint; all_gather and reduce_scatter(sum) are each other's adjoints, and so
 are broadcast and reduce.
 
-The in-place operators and the explicit ring have no wrapper: torch.ops.ringcomm.all_reduce_,
-broadcast_ and ring_all_reduce_ take the group's name.
+Some operators have no wrapper and take the group's name, in torch.ops.ringcomm: broadcast(tensor,
+src, name), reduce(tensor, dst, reduce_op, name), which is zeros on other ranks than dst, those that
+write their input, all_reduce_ and broadcast_, and the explicit ring, ring_all_reduce_.
 """
 
 from collections.abc import Callable
@@ -96,27 +97,6 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     Collective; blocks until the result is available. Differentiable.
     """
     return _call("all_gather", tensor, resolve_group(group).group_name)
-
-
-def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Returns the tensor of rank `src`, as a new tensor.
-
-    Tensors have any shape and dtype, the same on all ranks. `src` is a rank in the group's
-    numbering; others raise ValueError. Collective; blocks until the result is available.
-    Differentiable.
-    """
-    return _call("broadcast", tensor, src, resolve_group(group).group_name)
-
-
-def reduce(
-    tensor: Tensor, dst: int, reduce_op: str = "sum", group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Returns the reduction of the ranks' tensors on rank `dst`, and zeros on the others.
-
-    Arguments and errors as for all_reduce; `dst` is a rank in the group's numbering. Collective;
-    blocks until the result is available. Differentiable for sum.
-    """
-    return _call("reduce", tensor, dst, reduce_op, resolve_group(group).group_name)
 
 
 def all_reduce_add_rms_norm_(

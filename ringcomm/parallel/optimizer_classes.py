@@ -10,8 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ringcomm.parallel.optimizer_kinds import attributes_of
-from ringcomm.torch_names import FakeTensorMode, tree_leaves, version_of
+from ringcomm.torch_names import (
+    FakeTensorMode,
+    is_attribute_of_torch,
+    tree_leaves,
+    version_of,
+)
 from ringcomm.trace.program import unrecorded
 
 BY_WEIGHT = ("params", "param_names")  # lists in parameter groups
@@ -20,6 +24,12 @@ BY_WEIGHT = ("params", "param_names")  # lists in parameter groups
 def params_in(groups: Iterable[dict[str, Any]]) -> list[Any]:
     """The parameters of all groups."""
     return [param for group in groups for param in group["params"]]
+
+
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the optimizer's class keeps beside groups and state."""
+    own = vars(optimizer).items()
+    return {key: value for key, value in own if not is_attribute_of_torch(key)}
 
 
 def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:

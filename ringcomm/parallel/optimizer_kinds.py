@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringcomm.torch_names import is_attribute_of_torch, tree_leaves
+from ringcomm.parallel.optimizer_classes import attributes_of
+from ringcomm.torch_names import tree_leaves
 
 
 class Kind(enum.Enum):
@@ -207,12 +208,6 @@ def _said(elementwise: Collection[type], whole: Collection[type]) -> dict[type, 
                     f"{word}= names {each.__name__}, which {known.value}: leave it out"
                 )
     return said
-
-
-def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer's class keeps beside groups and state."""
-    own = vars(optimizer).items()
-    return {key: value for key, value in own if not is_attribute_of_torch(key)}
 
 
 def _misfit(optimizer: torch.optim.Optimizer) -> str | None:

@@ -15,11 +15,11 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.loss import CountItems, Loss
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe, start_equal
-from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.refuse import Asked, refuse, refuse_split
 from ringcomm.parallel.model.saving import save_full
 from ringcomm.parallel.model.units import default_units, shard_units
 from ringcomm.parallel.offload.optimizers import Offloaded
-from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, retire
+from ringcomm.parallel.optimizer_classes import optimizers_of, retire
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.steps import Parallelized
 from ringcomm.parallel.tensor.replicas import check_replicas
@@ -142,7 +142,8 @@ def parallelize(
     options |= {"recompute": recompute, **tensor_options}
     is_split = max(dims.tp, dims.pp, dims.ep) > 1
     words: Any = {"elementwise": elementwise, "whole": whole}
-    asks = partial(needs_whole, is_copied=stage > 0, **words) if is_split or stage > 0 else None
+    has_parts = is_split or stage > 0
+    asks: Any = partial(needs_whole, is_copied=stage > 0, **words) if has_parts else None
     takes_list = stage in (1, 2) or (stage == 3 and dims.pp == 1)
     data_mesh, pipe = dims["hsdp"] if dims.dp > 1 else dims["fsdp"], None
     check_zero = partial(
@@ -177,7 +178,7 @@ def parallelize(
     own = describe(model)  # of what is split by now
     of_others = {*given_model.parameters()} - own.weights.keys()  # of other stages
     for each in optimizers_of(made):
-        _check_optimizer(own, each, asks, of_others=of_others)
+        refuse_split(own, each, asks is not None and asks(each), of_others=of_others)
         if asks is not None:  # else layers that are split by hand ask at its first step
             asked.add(each)
     firsts = optimizers_of(first) if is_twice else ()
@@ -187,10 +188,9 @@ def parallelize(
             retire(each, "parallelize()")
             if isinstance(each, Offloaded):
                 each.tier.close()
-    if stage == 3 and pipe is None:
-        made = zero.shard(model, made, 3, mesh=data_mesh, **words, **shard_options)
-    elif stage in (1, 2):
-        made = zero.shard(model, made, stage, group=dims.group("batch"), **words, **shard_options)
+    if takes_list:
+        where: Any = {"mesh": data_mesh} if stage == 3 else {"group": dims.group("batch")}
+        made = zero.shard(model, made, stage, **where, **words, **shard_options)
     return Parallelized(dims, model, made, pipe, loss, stage, num)
 
 
@@ -249,7 +249,7 @@ def _check_model(
             )
         to_split = adapter.to_split()
         for each in optimizers_of(made):
-            _check_optimizer(described, each, asks, to_split=to_split)
+            refuse_split(described, each, asks is not None and asks(each), to_split=to_split)
         # Ranks have different parts of layers that are split already.
         if not (adapter.is_split or adapter.has_experts):
             weights = described.weights.items()
@@ -269,28 +269,6 @@ def _check_model(
     if problem is not None:
         raise problem
     return made
-
-
-def _check_optimizer(
-    model: Model,
-    optimizer: torch.optim.Optimizer,
-    asks: Callable[[torch.optim.Optimizer], bool] | None,
-    *,
-    to_split: Collection[Any] = (),
-    of_others: Collection[Any] = (),
-) -> None:
-    """Raises TypeError if an optimizer needs full ones of weights that are split, or will be."""
-    trained = {*params_in(optimizer.param_groups)}.difference(of_others)
-    needs_full = asks is not None and asks(optimizer)
-    reason = f"{type(optimizer).__name__} needs full weights" if needs_full else ""
-    parts = trained.intersection(to_split)
-    split = [weight.name for param, weight in model.weights.items() if param in parts]
-    if reason and split:
-        raise TypeError(
-            f"{reason}, and parallelize() would split {split[0]} over ranks: use another optimizer,"
-            " such as AdamW, or tp 1 and ep 1"
-        )
-    refuse(model, Asked("optimizer", reason, trained=trained))
 
 
 def _check_options(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
-from ringcomm.parallel.model.describe import unwrapped
 from ringcomm.parallel.tensor.layers import RowParallelLinear
 from ringcomm.torch_names import shallow_copy
 
@@ -20,10 +19,9 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     the model itself. It runs in the model's own forward, in which the other layers do nothing.
     Blocks therefore compute what the model computes, for every kind of layer.
 
-    The model, perhaps in torch's wrappers, has a pipeline plan in its config; it may come from
-    tensor_parallelize(). It is changed in place and can no longer be called itself.
+    The model has a pipeline plan in its config; it may come from tensor_parallelize(), and is not
+    in torch's wrappers. It is changed in place and can no longer be called itself.
     """
-    model = unwrapped(model)
     base, head = model.base_model, model.get_output_embeddings()
     plan = base.config.base_model_pp_plan
     others = [name for name in plan if name != "layers"]

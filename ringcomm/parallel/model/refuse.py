@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm.parallel.model.cut import find_shards, find_trainer
 from ringcomm.parallel.model.describe import Model, Weight
 from ringcomm.parallel.model.stage_part import StagePart
+from ringcomm.parallel.optimizer_classes import params_in
 from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.torch_names import accumulate_hooks_of, backward_hooks_of, root_mesh
 
@@ -323,6 +324,27 @@ def refuse(model: Model, asked: Asked) -> None:
     for row in _rows(_MODELS, asked):
         if found := row.is_so(model, asked):
             raise row.kind(row.text.format(found=found, asked=asked))
+
+
+def refuse_split(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    needs_full: bool,
+    *,
+    to_split: Collection[Any] = (),
+    of_others: Collection[Any] = (),
+) -> None:
+    """Raises TypeError if an optimizer needs full ones of weights that are split, or will be."""
+    trained = {*params_in(optimizer.param_groups)}.difference(of_others)
+    reason = f"{type(optimizer).__name__} needs full weights" if needs_full else ""
+    parts = trained.intersection(to_split)
+    split = [weight.name for param, weight in model.weights.items() if param in parts]
+    if reason and split:
+        raise TypeError(
+            f"{reason}, and parallelize() would split {split[0]} over ranks: use another optimizer,"
+            " such as AdamW, or tp 1 and ep 1"
+        )
+    refuse(model, Asked("optimizer", reason, trained=trained))
 
 
 def _rows(table: tuple[_Row, ...], asked: Asked) -> list[_Row]:

@@ -25,6 +25,7 @@ from ringcomm.parallel.offload.state_rows import (
 )
 from ringcomm.parallel.offload.tiers import RowHandle, Tier, make_tier
 from ringcomm.parallel.optimizer_classes import (
+    attributes_of,
     drop_unstepped,
     new_state,
     over_groups,
@@ -32,7 +33,7 @@ from ringcomm.parallel.optimizer_classes import (
     retire,
     takes_empty_groups,
 )
-from ringcomm.parallel.optimizer_kinds import attributes_of, needs_whole
+from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks, tree_map_only
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import all_gathered, raise_on_all
 from ringcomm.parallel.model.cut import find_shards
-from ringcomm.parallel.optimizer_classes import MASTER, State, drop_unstepped
+from ringcomm.parallel.optimizer_classes import MASTER, State
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.state.own_parts import ModelParts, OptimizerParts
 from ringcomm.parallel.state.tensor_part import (
@@ -58,8 +58,8 @@ def get_state_dict(
     Args:
         model: an nn.Module, a pipeline.Pipeline, or the result of parallelize().
         optimizer: an optimizer over its parameters: of torch, zero.shard(), ringcomm.optim or
-            offload, or a ParameterServer; or a wrapper that has it as `optimizer`. Missing state is
-            made until the next step. The float32 values of 16-bit weights have the key "master".
+            offload; or a wrapper that has it as `optimizer`. Missing state is made until the next
+            step. The float32 values of 16-bit weights have the key "master".
         full: return full tensors, as in a model of one process, in CPU memory. Otherwise each rank
             has its part: a TensorPart, a DTensor, or a replicated tensor.
         rank0_only: with `full`: ranks other than 0 get two empty dicts, and need memory for one
@@ -77,22 +77,18 @@ def get_state_dict(
         `cpu` is set or they are in files or in an optimizer of offload.
 
     Raises:
-        TypeError: a wrapper of an optimizer has weights or a state of its own, or no `optimizer`.
+        TypeError: a wrapper of an optimizer has weights or a state of its own, or no `optimizer`;
+            or it is a ParameterServer, which has states at its servers.
         ValueError: rank0_only without full; the optimizer has other parameters than the model, or
             states that cannot be combined; a FullyShardedDataParallel; with full, ranks of other
             groups have elements.
-        RuntimeError: the optimizer is a ParameterServer, and this rank is not a worker.
 
-    Collective with `full`, and for the parameter groups; not with a ParameterServer, whose workers
-    have full states.
+    Collective with `full`, and for the parameter groups.
     """
     if rank0_only and not full:
         raise ValueError("rank0_only needs full=True: without it, every rank has its own shards")
     group = _group_of(optimizer, group, mesh)
     has_state = not rank0_only or group is None or group.rank() == 0
-    server = optimizer if isinstance(optimizer, ParameterServer) else None
-    if server is not None and not has_state:
-        return {}, {}
     parts = ModelParts(_module_of(model))
     first: dict[Tensor, Path] = {}
     flat: dict[Path, Any] = {}
@@ -101,17 +97,12 @@ def get_state_dict(
         is_again = full and first.setdefault(value, path) != path
         flat[path] = SameAs(first[value]) if is_again else parts.of_value(value, is_stored=full)
     state: State = {}
-    everyone = None if server is not None else group
-    if server is not None:
-        optimizer = server.pull_states()
     if optimizer is not None:
-        found = OptimizerParts(optimizer, parts, everyone, is_stored=full)
+        found = OptimizerParts(optimizer, parts, group, is_stored=full)
         state = {"state": {}, "param_groups": found.groups}
         flat |= found.parts
-    if server is not None:
-        optimizer.state.clear()
     if full:
-        flat = gather_whole(flat, rank0_only=rank0_only, group=everyone)
+        flat = gather_whole(flat, rank0_only=rank0_only, group=group)
     elif cpu:
         flat = {
             path: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -124,7 +115,7 @@ def get_state_dict(
     # Ranks may have different ones.
     extra = {name: value for name, (value, _) in parts.extra.items()}
     extra = tree_map_only(Tensor, Tensor.cpu, extra) if full or cpu else extra
-    for of_rank in all_gathered(extra, everyone) if full else [extra]:
+    for of_rank in all_gathered(extra, group) if full else [extra]:
         values |= {name: value for name, value in of_rank.items() if name not in values}
     return (values, state) if has_state else ({}, {})
 
@@ -150,8 +141,7 @@ def set_state_dict(
 
     Args:
         model: as for get_state_dict(). Parameters on the meta device get memory.
-        optimizer: likewise; None for the model's state only. A ParameterServer must not have made
-            a step; its servers load the weights too.
+        optimizer: likewise; None for the model's state only.
         values: the model's state. Each tensor is full, or this rank's part as from
             get_state_dict(); keys of other ranks' stages and experts are ignored. From a file that
             was loaded with torch.load(mmap=True), only this rank's parts are read. None for the
@@ -169,6 +159,7 @@ def set_state_dict(
     Raises:
         ValueError: on all ranks: a name or a shape does not match the model, or parts are from
             another mesh. Nothing has been written.
+        TypeError: as from get_state_dict().
         RuntimeError: inside a backward pass, with offloaded weights.
 
     Collective.
@@ -177,7 +168,6 @@ def set_state_dict(
     if len(set(all_gathered((values is None, state is None), group))) > 1:
         raise ValueError("values and state must be None on all ranks or on none: pass empty dicts")
     parts = ModelParts(_module_of(model))
-    server = optimizer if isinstance(optimizer, ParameterServer) else None
     mine: dict[Path, Any] = {
         ("model", name): parts.of_value(value, is_stored=True)
         for name, value in ({} if values is None else parts.values).items()
@@ -185,8 +175,6 @@ def set_state_dict(
     if values is not None:
         mine |= {("model", name): owner for name, (_, owner) in parts.extra.items()}
     found = None
-    if server is not None:
-        optimizer = server.new_states()
     if optimizer is not None and (state or (state is not None and rank0_only)):
         found = OptimizerParts(optimizer, parts, group, is_stored=True)
     wanted = mine | ({} if found is None else found.parts)
@@ -213,11 +201,6 @@ def set_state_dict(
                 _write(parts.values[path[1]], part, given[path], device)
     if found is not None:
         found.load(given, groups)
-    if server is not None:
-        drop_unstepped(optimizer)
-        if found is None:  # weights alone, of which the masters are older
-            optimizer.state.clear()
-        server.push_states()
 
 
 def _write(value: Tensor, part: Tensor, given: Any, device: torch.device | str | None) -> None:
@@ -332,8 +315,11 @@ def _module_of(model: Any) -> nn.Module:
 def _group_of(
     optimizer: Any, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
+    if isinstance(optimizer, ParameterServer):
+        raise TypeError(
+            "the states of a ParameterServer are at its servers: save and load the model's state"
+            " alone, and on each rank that serves the state_dict() of its server_optimizer"
+        )
     if group is not None or mesh is not None:
         return resolve_group(group, mesh)
-    if isinstance(optimizer, ParameterServer):
-        return optimizer.group
     return dist.group.WORLD if dist.is_initialized() else None

@@ -15,7 +15,7 @@ from ringcomm.parallel.expert.local_experts import check_data_ranks
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import Model, describe
-from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.refuse import Asked, refuse, refuse_split
 from ringcomm.parallel.offload.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import (
@@ -245,6 +245,15 @@ def check_arguments(
         if len({(each.to, str(each.path)) for each in offloaded}) > 1:
             raise ValueError("offload_weights needs optimizers with equal `to` and `path`")
     described = describe(model)
+    inners = [
+        Inner(
+            optimizer,
+            optimizer.param_groups,
+            needs_whole(optimizer, *words),
+            isinstance(optimizer, Offloaded) or takes_empty_groups(optimizer),
+        )
+        for optimizer in optimizers
+    ]
     groups = [group for one in optimizers for group in one.param_groups]
     if len({"param_names" in group for group in groups}) > 1:
         raise ValueError("pass named parameters to all optimizers, or to none")
@@ -256,6 +265,9 @@ def check_arguments(
         _ = described.stage  # raises for a piece of a pipeline
     system = "infinity" if options.offload_weights else f"zero {stage}"
     refuse(described, Asked(system, "zero.shard", params, options, mesh))
+    for inner in inners:
+        if inner.is_whole:
+            refuse_split(described, inner.optimizer, needs_full=True)
     twice, num_uses = Counter(trained).most_common(1)[0]
     if num_uses > 1:
         raise ValueError(f"two optimizers have {described.weights[twice].name}: leave it to one")
@@ -270,17 +282,4 @@ def check_arguments(
             "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would "
             "lose small ones: use reduce_dtype=torch.float32, the default"
         )
-    inners = [
-        Inner(
-            optimizer,
-            optimizer.param_groups,
-            needs_whole(optimizer, *words),
-            isinstance(optimizer, Offloaded) or takes_empty_groups(optimizer),
-        )
-        for optimizer in optimizers
-    ]
-    for inner in inners:
-        if inner.is_whole:
-            reason = f"{type(inner.optimizer).__name__} needs full weights"
-            refuse(described, Asked("optimizer", reason, trained={*params_in(inner.groups)}))
     return described, inners

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import reduce
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import place_in
+
+Key = TypeVar("Key")
+
+
+def balanced(costs: Mapping[Key, float], num_places: int) -> dict[Key, int]:
+    """A place for each key: that with the least cost, for the largest first.
+
+    The maximum is at most 4/3 of the optimum (Graham 1969).
+    """
+    loads, places = [0.0] * num_places, dict[Key, int]()
+    for key in sorted(costs, key=costs.__getitem__, reverse=True):
+        places[key] = min(range(num_places), key=loads.__getitem__)
+        loads[places[key]] += costs[key]
+    return places
 
 
 def owners_of(params: Iterable[nn.Parameter], world_size: int) -> dict[nn.Parameter, int]:
@@ -26,11 +40,7 @@ def owners_of(params: Iterable[nn.Parameter], world_size: int) -> dict[nn.Parame
             costs[param] = min(num_rows, param.numel() // num_rows) * param.numel()
     total, num_elems = sum(costs.values()) or 1, sum(param.numel() for param in costs) or 1
     shares = {param: cost / total + param.numel() / num_elems for param, cost in costs.items()}
-    loads, owners = [0.0] * world_size, {}
-    for param in sorted(shares, key=shares.__getitem__, reverse=True):
-        owners[param] = min(range(world_size), key=loads.__getitem__)
-        loads[owners[param]] += shares[param]
-    return owners
+    return balanced(shares, world_size)
 
 
 def owners_by_group(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import ops
+from ringcomm.backend import resolve_group
 
 MARGIN = 1024
 GUARD, NOT_WRITTEN = -7.0, -1.0
@@ -110,6 +111,11 @@ def fused_update(t: Tensors, n: int, g: Any, momentum: float) -> None:
     )
 
 
+def by_name(operator: str, *args: Any, group: Any) -> Any:
+    """An operator without a wrapper, which takes the group's name."""
+    return getattr(torch.ops.ringcomm, operator)(*args, resolve_group(group).group_name)
+
+
 def later(t: Tensors, n: int, g: Any) -> Any:
     return dist.all_reduce(t.in_place(n), group=g, async_op=True)
 
@@ -149,8 +155,8 @@ CALLS: dict[str, Call] = {
     ),
     "ops.reduce_scatter": lambda t, n, g: ops.reduce_scatter(t.input(t.size * n), "sum", g),
     "ops.all_gather": lambda t, n, g: ops.all_gather(t.input(n), g),
-    "ops.broadcast": lambda t, n, g: ops.broadcast(t.input(n), 1, g),
-    "ops.reduce": lambda t, n, g: ops.reduce(t.input(n), 0, "sum", g),
+    "ops.broadcast": lambda t, n, g: by_name("broadcast", t.input(n), 1, group=g),
+    "ops.reduce": lambda t, n, g: by_name("reduce", t.input(n), 0, "sum", group=g),
     "fused update": partial(fused_update, momentum=0.0),
     "fused update, momentum": partial(fused_update, momentum=0.9),
 }  # fmt: skip

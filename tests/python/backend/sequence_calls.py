@@ -18,6 +18,7 @@ from torch import Tensor
 
 import ringcomm
 from ringcomm import ops
+from ringcomm.backend import resolve_group
 
 # ---- collectives; each returns what is to be waited for: a work, several, or None
 
@@ -195,10 +196,13 @@ def operators(s: Side) -> None:
                 gathered = np.concatenate([s.model(r, size) for r in range(s.n)])
                 s.returned(ops.all_gather(given, s.group), gathered)
             elif form == 4:
-                s.returned(ops.broadcast(given, s.root, s.group), s.model(s.root, size))
+                name = resolve_group(s.group).group_name
+                found = torch.ops.ringcomm.broadcast(given, s.root, name)
+                s.returned(found, s.model(s.root, size))
             else:
                 total = s.reduced(size) * (1 if s.is_root else 0)
-                s.returned(ops.reduce(given, s.root, op, s.group), total)
+                name = resolve_group(s.group).group_name
+                s.returned(torch.ops.ringcomm.reduce(given, s.root, op, name), total)
 
 
 # ---- messages

@@ -36,6 +36,16 @@ def all_reduce_(tensor: Tensor) -> None:
     _ops.all_reduce_(tensor, "sum", group_name())
 
 
+def broadcast(tensor: Tensor, src: int) -> Tensor:
+    found: Tensor = _ops.broadcast(tensor, src, group_name())
+    return found
+
+
+def reduce(tensor: Tensor, dst: int) -> Tensor:
+    found: Tensor = _ops.reduce(tensor, dst, "sum", group_name())
+    return found
+
+
 def broadcast_(tensor: Tensor, src: int) -> None:
     _ops.broadcast_(tensor, src, group_name())
 
@@ -98,8 +108,8 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "reduce_scatter": ops.reduce_scatter,
     "reduce_scatter_avg": lambda x: ops.reduce_scatter(x, "avg"),
     "all_gather": ops.all_gather,
-    "broadcast": lambda x: ops.broadcast(x, 1),
-    "reduce": lambda x: ops.reduce(x, 1),
+    "broadcast": lambda x: broadcast(x, 1),
+    "reduce": lambda x: reduce(x, 1),
 }
 
 
@@ -190,10 +200,10 @@ def test_refusals(rank: int) -> None:
         (lambda: ops.all_reduce(ones(2), "mean"), ValueError, "unknown reduction 'mean'"),
         (lambda: ops.reduce_scatter(ones(3)), ValueError, "multiple of 2"),
         (lambda: ops.all_gather(torch.tensor(1.0)), ValueError, "scalar"),
-        (lambda: ops.broadcast(ones(2), 5), ValueError, "5"),
+        (lambda: broadcast(ones(2), 5), ValueError, "5"),
         (lambda: ring_all_reduce_(x), ValueError, "use all_reduce, or"),
         (lambda: ops.all_reduce(ones(2), dist.ReduceOp.SUM), RuntimeError, "'reduce_op'"),  # type: ignore[arg-type]
-        (lambda: ops.broadcast(ones(2), "0"), RuntimeError, "'src'"),  # type: ignore[arg-type]
+        (lambda: broadcast(ones(2), "0"), RuntimeError, "'src'"),  # type: ignore[arg-type]
     ]
     for call, kind, words in wrong:
         with pytest.raises(kind, match=words):
@@ -324,8 +334,8 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:
     all_reduce_(buffer)
     broadcast_(buffer, 0)
     ring_all_reduce_(buffer)
-    root = ops.reduce(scattered, 0)
-    return ops.all_reduce(scattered, "avg") + ops.broadcast(root, 0) + buffer
+    root = reduce(scattered, 0)
+    return ops.all_reduce(scattered, "avg") + broadcast(root, 0) + buffer
 
 
 @in_ranks(2, timeout_s=120)

@@ -52,8 +52,13 @@ def modules(**found: Any) -> Iterator[None]:
 
 
 def test_without_the_library() -> None:
-    with mock.patch.dict(sys.modules, {"vllm": None}), pytest.raises(ImportError, match="vllm"):
-        vllm.register()
+    is_on = mock.patch.dict("os.environ", {"VLLM_PLUGINS": "ringcomm"})
+    with (
+        is_on,
+        mock.patch.dict(sys.modules, {"vllm": None}),
+        pytest.raises(ImportError, match="vllm"),
+    ):
+        vllm.plugin()
 
 
 # ---- vLLM

@@ -28,6 +28,7 @@ from machines import comes_true, limit_of_descriptors, limited
 from ranks import in_ranks
 
 import ringcomm
+from ringcomm import survivors
 from ringcomm.torch_names import backend_of, timeout_of
 
 SOON_S = 20.0  # shrink takes milliseconds, and the group's time-out is 30 s
@@ -301,7 +302,7 @@ def test_a_group_that_does_not_share_memory_is_refused(rank: int, env: str, tmp_
         if rank == caller:
             refuse()  # the others are in the barrier
         dist.barrier()
-    assert ringcomm.health() == ringcomm.Health(("alive",) * 4, None)
+    assert ringcomm.health() == survivors.Health(("alive",) * 4, None)
     if rank == 3:
         end_process("kill")
     error = fail()
@@ -323,7 +324,7 @@ def wait_for_death(victim: int) -> None:
 @in_new_ranks(3, may_die=[1])
 def test_health(rank: int) -> None:
     dist.all_reduce(torch.ones(4))
-    assert ringcomm.health() == ringcomm.Health(("alive",) * 3, None)
+    assert ringcomm.health() == survivors.Health(("alive",) * 3, None)
     if rank == 1:
         end_process("kill")
     wait_for_death(1)

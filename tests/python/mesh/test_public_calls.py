@@ -30,17 +30,16 @@ ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     *("ringcomm", "ringcomm.nn", "ringcomm.ops", "ringcomm.optim", "ringcomm.planner"),
     *("ringcomm.integrations.accelerate", "ringcomm.integrations.transformers"),
-    "ringcomm.integrations.vllm",
     *("ringcomm.parallel", "ringcomm.parallel.activations"),
     *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
     *("ringcomm.parallel.tensor", "ringcomm.parallel.zero", "ringcomm.testing"),
 )
-MOST_NAMES = 73
+MOST_NAMES = 68
 # What takes a group and no mesh.
 WITHOUT = {
     # As torch.distributed.
     *("empty_shared", "health", "monitored_barrier", "peer_stats", "shrink", "stats"),
-    *("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"),
+    *("all_gather", "all_reduce", "reduce_scatter"),
     *("reduce_scatter_update_all_gather_", "ZeroOptimizer"),  # made by zero.shard()
     "all_reduce_add_rms_norm_",
 }
@@ -79,7 +78,8 @@ def test_a_name_that_is_gone_names_what_to_use(name: str) -> None:
         getattr(module, own)
     assert not hasattr(module, own)
     assert own not in dir(module)
-    with pytest.raises(ImportError, match=words):
+    # Python asks a package for the name, and says of another module that it has none.
+    with pytest.raises(ImportError, match=words if hasattr(module, "__path__") else own):
         exec(f"from {package} import {own}")
 
 

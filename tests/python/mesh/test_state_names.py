@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from ringcomm.nn import ColumnParallelLinear
-from ringcomm.parallel import ParameterServer, get_state_dict, pipeline, set_state_dict, zero
+from ringcomm.parallel import get_state_dict, pipeline, set_state_dict, zero
 from ringcomm.parallel.model.describe import describe, plain_name
 
 
@@ -230,22 +230,13 @@ def test_groups_are_found_by_the_names_of_their_parameters(rank: int) -> None:
 
 @in_ranks(2)
 def test_other_owners_of_names(rank: int) -> None:
-    """A pipeline with wrapped blocks, and a parameter server."""
+    """A pipeline with wrapped blocks."""
     blocks = [checkpoint_wrapper(nn.Linear(3, 3)) for _ in range(2)]
     pipe = pipeline.Pipeline(nn.Sequential(*blocks), nn.functional.mse_loss, num_microbatches=2)
     optimizer: Any = torch.optim.AdamW(pipe.parameters())
     values, state = get_state_dict(pipe, optimizer, full=True)
     assert sorted(values) == sorted(state["state"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     set_state_dict(pipe, optimizer, values, state)
-    net = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
-    server = ParameterServer(net, torch.optim.AdamW)
-    try:
-        values, state = get_state_dict(net, server, full=True)
-        assert (
-            sorted(values) == sorted(state["param_groups"][0]["params"]) == ["0.bias", "0.weight"]
-        )
-    finally:
-        server.close()
 
 
 @in_ranks(2)

@@ -174,7 +174,7 @@ WAITED, IN_USE = "a rank waited for a core", "other programs use the cores"
         ({"threads": "2"}, {}),
         ({"load": 4.5, "threads": "2"}, {}),  # of programs that have ended
         ({"others": 11.0}, {"others": ""}),
-        ({"load": 4.5, "others": 11.0}, {"others": "", "load": "load 9.00 over the minute"}),
+        ({"load": 4.5, "others": 11.0}, {"others": "idle machine; load 9.00 over the minute"}),
         ({"busbw": 0.9}, {"speed": "has 9 % of the speed of one rank's copy"}),
         ({"threads": "3"}, {"environment": "2 ranks compute with 6 threads"}),
         ({"threads": "300"}, {"environment": "6 threads"}),  # more than torch takes

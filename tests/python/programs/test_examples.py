@@ -83,7 +83,7 @@ def test_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     [
         (2, "zero --bf16"),
         slow(2, "lomo --optimizer adalomo --lr 0.06"),
-        (3, "parameter_server --dedicated --staleness 1 --bf16"),
+        (3, "parameter_server --dedicated --staleness 1"),
     ],
 )
 def test_other_options_learn(num_ranks: int, line: str, tmp_path: Path) -> None:

@@ -95,12 +95,8 @@ from ringcomm import ops
 from _ringcomm.start import run
 from ringcomm.ops.losses.cross_entropy_cuda import scale_
 from ringcomm.parallel import activations
-from ringcomm.parallel.parameter_server.server import packed, unpacked
 
 model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-to_numpy, torch.Tensor.numpy = torch.Tensor.numpy, None  # torch alone does this
-assert torch.equal(unpacked(packed({"a": torch.ones(3)}))["a"], torch.ones(3))
-torch.Tensor.numpy = to_numpy
 ops.cross_entropy(torch.randn(4, 9), torch.arange(4))
 try:
     scale_(torch.ones(2, 2), torch.ones([]))

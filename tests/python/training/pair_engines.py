@@ -308,6 +308,7 @@ class ParallelizedEngine(Engine):
     def __init__(self, case: Case, place: Place) -> None:
         from ringcomm.integrations.transformers import tensor_parallelize
         from ringcomm.integrations.transformers.pipeline import pipeline_blocks
+        from ringcomm.parallel.model.describe import unwrapped
 
         super().__init__(case, place)
         found = dims_of(case)
@@ -331,7 +332,7 @@ class ParallelizedEngine(Engine):
             if dims.tp > 1:  # the user's loss needs all classes
                 tensor_parallelize(self.model, dims.group("tp"), gather_logits=True)
             if dims.pp > 1:  # which takes a user's loss with a user's blocks
-                self.model = pipeline_blocks(self.model)
+                self.model = pipeline_blocks(unwrapped(self.model))
         self.train = self.owner = parallelize(self.model, dims, make, **options)
         self.model, self.optimizer = self.train.model, self.train.optimizer
         self.data_rank, self.num_data = dims["batch"].get_local_rank(), dims["batch"].size()
