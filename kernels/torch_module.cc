@@ -1,4 +1,5 @@
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
@@ -42,12 +43,40 @@ py::tuple checked_step(const std::string& op, const at::Tensor& weight,
                         rounding_seed < 0 ? py::object(py::none()) : py::int_(key));
 }
 
+// What Triton compiles a kernel for, in two letters for each argument: the type of a tensor and
+// whether it is aligned, the size of an int and whether it is 1 or a multiple of 16, other types.
+py::bytes argument_kinds(const py::tuple& arguments) {
+  constexpr int kAlignment = 16;
+  std::string kinds;
+  kinds.reserve(2 * arguments.size());
+  for (const py::handle argument : arguments) {
+    if (THPVariable_Check(argument.ptr())) {
+      const at::Tensor& tensor = THPVariable_Unpack(argument.ptr());
+      const auto address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+      kinds += static_cast<char>(tensor.scalar_type());
+      kinds += address % kAlignment == 0 ? 'a' : 'u';
+    } else if (PyLong_CheckExact(argument.ptr())) {
+      const auto value = PyLong_AsLongLong(argument.ptr());
+      kinds += value == static_cast<std::int32_t>(value) ? 'i' : 'l';
+      kinds += value == 1 ? '1' : value % kAlignment == 0 ? 'm' : ' ';
+    } else {
+      kinds.append(Py_TYPE(argument.ptr())->tp_name, 2);
+    }
+  }
+  return kinds;
+}
+
 }  // namespace
 }  // namespace ringcomm
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "ringcomm's operators that are not communication: torch.ops.ringcomm.*";
   m.def("softmax_shard_entry", &ringcomm::softmax_shard_entry);
+  m.def("argument_kinds", &ringcomm::argument_kinds);
+  m.def("mark_written", [](const py::args& tensors) {  // of which some may be None
+    for (const py::handle tensor : tensors)
+      if (!tensor.is_none()) ringcomm::mark_written(THPVariable_Unpack(tensor.ptr()));
+  });
   const auto def = [&](const char* name, auto function, const auto&... arguments) {
     m.def(name, torch::wrap_pybind_function(function), arguments...);
   };

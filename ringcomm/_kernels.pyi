@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ def softmax_shard_entry(
     wants_weighted: bool,
     wants_more: bool,
 ) -> tuple[float, float, float, float, float, int]: ...
+def argument_kinds(arguments: tuple[Any, ...]) -> bytes: ...
+def mark_written(*tensors: Tensor | None) -> None: ...
 def checked_step(
     op: str,
     weight: Tensor,

@@ -104,28 +104,29 @@ def loss_kernel(
 
 
 @triton.jit(do_not_specialize=("num_tokens", "vocab_size", "ignore_index"))
-def count_kernel(
-    target, weight, denominator, num_tokens, vocab_size, ignore_index, BLOCK: tl.constexpr
+def reduce_kernel(
+    divisor, loss, losses, target, weight, num_tokens, vocab_size, ignore_index, BLOCK: tl.constexpr
 ):
-    """The sum of the targets' weights, by one program."""
+    """The sum of losses over the divisor: the sum of targets' weights, which it writes.
+
+    By one program. Without targets it reads the divisor; without losses that is all it makes.
+    """
     lanes = tl.arange(0, BLOCK)
-    count = tl.zeros([BLOCK], tl.float64)
+    count, total = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
     for offset in range(0, num_tokens, BLOCK):
         mask = offset + lanes < num_tokens
-        token_target = tl.load(target + offset + lanes, mask=mask, other=0)
-        counts = mask & (token_target != ignore_index)
-        if weight is not None:
-            counts &= (token_target >= 0) & (token_target < vocab_size)
-        count += weight_of(weight, token_target, counts).to(tl.float64)
-    tl.store(denominator, tl.sum(count, 0))
-
-
-@triton.jit(do_not_specialize=("num_tokens",))
-def reduce_kernel(losses, denominator, loss, num_tokens, BLOCK: tl.constexpr):
-    """The sum of the tokens' losses over the denominator, by one program."""
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float64)
-    for offset in range(0, num_tokens, BLOCK):
-        mask = offset + lanes < num_tokens
-        total += tl.load(losses + offset + lanes, mask=mask, other=0.0).to(tl.float64)
-    tl.store(loss, (tl.sum(total, 0) / tl.load(denominator)).to(tl.float32))
+        if target is not None:
+            token_target = tl.load(target + offset + lanes, mask=mask, other=0)
+            counts = mask & (token_target != ignore_index)
+            if weight is not None:
+                counts &= (token_target >= 0) & (token_target < vocab_size)
+            count += weight_of(weight, token_target, counts).to(tl.float64)
+        if losses is not None:
+            total += tl.load(losses + offset + lanes, mask=mask, other=0.0).to(tl.float64)
+    if target is None:
+        denominator = tl.load(divisor)
+    else:
+        denominator = tl.sum(count, 0)
+        tl.store(divisor, denominator)
+    if losses is not None:
+        tl.store(loss, (tl.sum(total, 0) / denominator).to(tl.float32))

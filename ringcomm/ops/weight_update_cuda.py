@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringcomm import _kernels
 from ringcomm.ops import triton_kernels as plans
-from ringcomm.ops.triton_kernels import add_product, kernels, launch, mark_written, on_cuda
+from ringcomm.ops.triton_kernels import add_product, kernels, launch, on_cuda
 
 # The weight's factor, -lr, the gradient's factor and limit, the key of random bits or None.
 _Step = tuple[float, float, float, float, int | None]
@@ -68,7 +68,7 @@ def sgd_update_(
     ordered = _kernels.ordered_grad(grad, weight, op)
     if weight.numel():
         _update_elements(weight, low, ordered, step, first_elem)
-    mark_written(weight, low)
+    _kernels.mark_written(weight, low)
 
 
 def _update_elements(
@@ -116,7 +116,7 @@ def linear_sgd_update_(
         torch.addmm(weight, grads.t(), tokens, beta=decay, alpha=minus_lr * scale, out=weight)
     elif weight.numel():
         _update_by_product(weight, low, tokens, grads, step)
-    mark_written(weight, low)
+    _kernels.mark_written(weight, low)
 
 
 def _update_by_product(
@@ -187,7 +187,7 @@ def embedding_sgd_update_(
             UNROLL=plans.EMBEDDING_UNROLL,
             num_warps=plans.EMBEDDING_WARPS,
         )
-    mark_written(weight, low)
+    _kernels.mark_written(weight, low)
 
 
 def _programs(matrix: Tensor) -> tuple[int, int]:
@@ -240,7 +240,7 @@ def adalomo_moments_(
         kernel = kernels().weight_update.moments_kernel
         given = (col, row, *sums, *factors, *sizes, share, eps)
         launch(kernel, (num_blocks,), *given, **plans.MOMENTS)
-    mark_written(row, col)
+    _kernels.mark_written(row, col)
     return factors
 
 
@@ -291,4 +291,4 @@ def adalomo_update_(
         sizes = (*weight.shape, num_elems, scale, limit, *numbers[:4], key, first_elem)
         kernel = kernels().weight_update.adalomo_kernel
         launch(kernel, _programs(weight), weight, low, grad, *factors, *sizes, **plans.MATRIX)
-    mark_written(weight, low)
+    _kernels.mark_written(weight, low)

@@ -168,14 +168,15 @@ def cross_entropy(
 
 def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
     """The logits as a matrix with contiguous rows; for `inplace` in the same memory."""
+    is_matrix = logits.dim() == 2  # which autograd need not know as a view of itself
     shape = math.prod(logits.shape[:-1]), logits.shape[-1]
     if not inplace:
-        rows = logits.reshape(shape)
+        rows = logits if is_matrix else logits.reshape(shape)
         # clone(), because contiguous() keeps the strides of an empty tensor.
         return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
     if logits.stride(-1) == 1:
         try:
-            rows = logits.view(shape)
+            rows = logits if is_matrix else logits.view(shape)
         except RuntimeError:
             pass
         else:
@@ -224,6 +225,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.grad_options = options.for_grad(shard)
         ctx.is_inplace = is_inplace
         ctx.mark_non_differentiable(by_token)
+        ctx.set_materialize_grads(False)  # one of by_token
         return loss, by_token
 
     @staticmethod
@@ -247,6 +249,7 @@ class _WrittenInForward(torch.autograd.Function):
         loss, by_token, _ = _ops.cross_entropy_and_grad_(rows, *tokens, *more)
         ctx.save_for_backward(rows.detach())
         ctx.mark_non_differentiable(by_token)
+        ctx.set_materialize_grads(False)  # one of by_token
         return loss, by_token
 
     @staticmethod

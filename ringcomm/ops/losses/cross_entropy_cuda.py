@@ -12,22 +12,10 @@ from torch import Tensor
 
 from ringcomm import _kernels
 from ringcomm._extension import HAS_CUDA
+from ringcomm.ops import triton_kernels as plans
 from ringcomm.ops.losses.options import has_rows
 from ringcomm.ops.losses.soft_targets import check_classes
-from ringcomm.ops.triton_kernels import (
-    COUNT_BLOCK,
-    TOKEN_BLOCK,
-    VECTOR_BYTES,
-    grad_plan,
-    held_plan,
-    kernels,
-    launch,
-    lead_of,
-    mark_written,
-    on_cuda,
-    stats_plan,
-    twice_plan,
-)
+from ringcomm.ops.triton_kernels import kernels, launch, lead_of, on_cuda
 from ringcomm.options import checks_targets
 from ringcomm.torch_names import group_named
 
@@ -103,7 +91,7 @@ def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given:
         *(vocab_start, way, digest, ignore_index, scale, softcap or None),
         WANTS_WEIGHTED=wants_weighted,
         WANTS_MORE=wants_more,
-        **stats_plan(rows.width).constants(logits),
+        **plans.stats_plan(rows.width).constants(logits),
     )
     return stats
 
@@ -112,9 +100,9 @@ def merge_gathered(gathered: Tensor, num_ranks: int) -> Tensor:
     """Merges the concatenated stats of all ranks into those of full rows."""
     num_entries = gathered.shape[0] // num_ranks
     merged = gathered.new_empty([num_entries, _NUM_STATS])
-    grid = (-(-num_entries // TOKEN_BLOCK),)
-    constants = {"NUM_RANKS": num_ranks, "BLOCK": TOKEN_BLOCK, "num_warps": 4}
-    launch(kernels().token_losses.merge_kernel, grid, gathered, merged, num_entries, **constants)
+    given = (gathered, merged, num_entries)
+    grid = (-(-num_entries // plans.TOKENS["BLOCK"]),)
+    launch(kernels().token_losses.merge_kernel, grid, *given, NUM_RANKS=num_ranks, **plans.TOKENS)
     return merged
 
 
@@ -131,30 +119,17 @@ def merge_softmax_stats(stats: Tensor, group_name: str) -> Tensor:
 
 
 def _denominator_of(
-    target: Tensor,
-    weight: Tensor | None,
-    num_items: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-) -> Tensor:
-    """The divisor of the sum of losses: float64, on the target's device."""
+    target: Tensor, num_items: Tensor | None, reduction: str
+) -> tuple[Tensor, Tensor | None]:
+    """The divisor of the sum of losses, in float64, and the targets whose weights it has to get."""
     if reduction != "mean":
-        return target.new_ones([], dtype=torch.float64)
-    if num_items is not None:
-        if num_items.device == target.device:
-            return num_items.detach().reshape([]).to(torch.float64, copy=True)
-        # A host number. Copying it would wait for the device.
-        return target.new_full([], num_items.item(), dtype=torch.float64)
-    denominator = target.new_empty([], dtype=torch.float64)
-    num_weights = 0 if weight is None else weight.numel()
-    launch(
-        kernels().token_losses.count_kernel,
-        (1,),
-        *(target, weight, denominator, target.numel(), num_weights, ignore_index),
-        BLOCK=COUNT_BLOCK,
-        num_warps=8,
-    )
-    return denominator
+        return target.new_ones([], dtype=torch.float64), None
+    if num_items is None:
+        return target.new_empty([], dtype=torch.float64), target
+    if num_items.device == target.device:
+        return num_items.detach().reshape([]).to(torch.float64, copy=True), None
+    # A host number. Copying it would wait for the device.
+    return target.new_full([], num_items.item(), dtype=torch.float64), None
 
 
 def _weight_sum_of(weight: Tensor | None, label_smoothing: float) -> Tensor | None:
@@ -169,9 +144,10 @@ def _losses_of(
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor,
+    counted: Tensor | None,
     *terms: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of cross_entropy_loss, from merged stats."""
+    """The results of cross_entropy_loss, from merged stats; `counted` as of _denominator_of."""
     *options, reduction = terms
     _, _, label_smoothing, _ = options
     num_tokens = target.numel()
@@ -180,18 +156,17 @@ def _losses_of(
         weight_sum = _weight_sum_of(weight, label_smoothing)
         launch(
             kernels().token_losses.loss_kernel,
-            (-(-num_tokens // TOKEN_BLOCK),),
+            (-(-num_tokens // plans.TOKENS["BLOCK"]),),
             *(stats, target, weight, weight_sum, by_token, num_tokens),
             *options,
             SMOOTHS=label_smoothing != 0,
-            BLOCK=TOKEN_BLOCK,
-            num_warps=4,
+            **plans.TOKENS,
         )
     if reduction == "none":
         return by_token[0].clone(), by_token, denominator
     loss = stats.new_empty([])
-    kernel = kernels().token_losses.reduce_kernel
-    launch(kernel, (1,), by_token, denominator, loss, num_tokens, BLOCK=COUNT_BLOCK, num_warps=8)
+    given = (denominator, loss, by_token, counted, weight, num_tokens, *options[:2])
+    launch(kernels().token_losses.reduce_kernel, (1,), *given, **plans.ONE_PROGRAM)
     return loss, by_token, denominator
 
 
@@ -212,8 +187,8 @@ def cross_entropy_loss(
     weight = None if weight is None else weight.contiguous()
     if checks_targets():
         check_classes(target, _checked_shards(stats, vocab_size), ignore_index)
-    denominator = _denominator_of(target, weight, num_items, ignore_index, terms[-1])
-    return _losses_of(stats, target, weight, denominator, vocab_size, ignore_index, *terms)
+    denominator = _denominator_of(target, num_items, terms[-1])
+    return _losses_of(stats, target, weight, *denominator, vocab_size, ignore_index, *terms)
 
 
 # ---- cross_entropy_grad
@@ -248,8 +223,9 @@ def _differentiate(
         *(vocab_start, vocab_size, ignore_index, scale, softcap or None, label_smoothing, z_loss),
         SMOOTHS=label_smoothing != 0,
         HAS_PADDING=rows.num_classes < rows.width,
-        IS_ALIGNED=lead == to_lead and (stride - to_stride) * element_bytes % VECTOR_BYTES == 0,
-        **grad_plan(rows.width, element_bytes).constants(logits),
+        IS_ALIGNED=lead == to_lead
+        and (stride - to_stride) * element_bytes % plans.VECTOR_BYTES == 0,
+        **plans.grad_plan(rows.width, element_bytes).constants(logits),
     )
 
 
@@ -265,7 +241,7 @@ def cross_entropy_grad(grad_loss: Tensor, logits: Tensor, *given: Any) -> Tensor
 def cross_entropy_grad_(grad_loss: Tensor, logits: Tensor, *given: Any) -> None:
     """Overwrites the logits with their gradient."""
     _differentiate(logits, grad_loss, logits, *given)
-    mark_written(logits)
+    _kernels.mark_written(logits)
 
 
 # ---- cross_entropy_and_grad_ and scale_
@@ -294,10 +270,14 @@ def cross_entropy_and_grad_(
 
         if (results := _cuda.cross_entropy_by_clusters(logits, *given, *options)) is not None:
             return results
-    denominator = _denominator_of(rows.target, rows.weight, num_items, ignore_index, reduction)
+    denominator, counted = _denominator_of(rows.target, num_items, reduction)
+    if counted is not None:
+        tokens = (counted, rows.weight, rows.num_tokens, vocab_size, ignore_index)
+        kernel = kernels().token_losses.reduce_kernel
+        launch(kernel, (1,), denominator, None, None, *tokens, **plans.ONE_PROGRAM)
     stats = logits.new_empty([rows.num_tokens + 1, _NUM_STATS], dtype=torch.float32)
-    held = held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)
-    plan = held or twice_plan(logits.element_size())
+    held = plans.held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)
+    plan = held or plans.twice_plan(logits.element_size())
     launch(
         kernels().cross_entropy.stats_and_grad_kernel,
         (rows.num_tokens + 1,),
@@ -311,9 +291,9 @@ def cross_entropy_and_grad_(
         IS_HELD=held is not None,
         **plan.constants(logits),
     )
-    mark_written(logits)
+    _kernels.mark_written(logits)
     terms = (vocab_size, ignore_index, label_smoothing, z_loss, reduction)
-    return _losses_of(stats, rows.target, rows.weight, denominator, *terms)
+    return _losses_of(stats, rows.target, rows.weight, denominator, None, *terms)
 
 
 @on_cuda
@@ -332,6 +312,6 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
             kernels().cross_entropy.scale_kernel,
             (rows.shape[0],),
             *(rows, factor.to(rows.device), lead_of(rows), rows.stride(0), rows.shape[1]),
-            **grad_plan(rows.shape[1], rows.element_size()).constants(rows),
+            **plans.grad_plan(rows.shape[1], rows.element_size()).constants(rows),
         )
-    mark_written(tensor)
+    _kernels.mark_written(tensor)

@@ -27,6 +27,7 @@ from loss_oracle import (
 )
 from pair_table import Case
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm import nn
@@ -54,6 +55,39 @@ def gradient_of(logits: Tensor, target: Tensor, upstream: float, **options: Any)
     cross_entropy(leaf * 1, target, **options).sum().backward(torch.tensor(upstream))
     assert leaf.grad is not None
     return leaf.grad
+
+
+class Operators(TorchDispatchMode):
+    """The names of those that are dispatched, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("inplace", "in_forward", "in_backward"),
+    [
+        (False, ["softmax_stats", "cross_entropy_loss"], "cross_entropy_grad"),
+        (True, ["softmax_stats", "cross_entropy_loss"], "cross_entropy_grad_"),
+        ("forward", ["cross_entropy_and_grad_"], "scale_"),
+    ],
+)
+def test_the_operators_of_a_loss(inplace: Any, in_forward: list[str], in_backward: str) -> None:
+    """On a GPU each takes the host some 10 us or more. The per-token results have no gradient."""
+    leaf, target = random_logits((3, 9)).requires_grad_(), torch.tensor([1, 2, -100])
+    logits, upstream = leaf * 1, torch.ones([])
+    with Operators() as forward:
+        loss = cross_entropy(logits, target, inplace=inplace)
+    assert forward.names == [f"ringcomm::{name}" for name in in_forward]
+    with Operators() as backward:
+        torch.autograd.grad(loss, logits, upstream)
+    assert backward.names == [f"ringcomm::{in_backward}"]
 
 
 @pytest.mark.parametrize("case", IN_PLACE, ids=named)

@@ -29,7 +29,7 @@ def test_cuda_has_every_operator_that_the_cpu_has() -> None:
                     assert found, (name, key)
 
 
-ON_TOKENS = ("merge_kernel", "loss_kernel", "count_kernel", "reduce_kernel", "moments_kernel")
+ON_TOKENS = ("merge_kernel", "loss_kernel", "reduce_kernel", "moments_kernel")
 ONLY_SUMS = ("stats_kernel", "square_sums_kernel", "update_squares_kernel")
 
 
@@ -58,6 +58,11 @@ def test_compiled_kernels_move_vectors_and_keep_to_registers(arch: int, tmp_path
     wanted = {*ON_TOKENS, *ONLY_SUMS, "grad_kernel", "stats_and_grad_kernel", "scale_kernel"}
     wanted |= {"sgd_kernel", "embedding_kernel", "adalomo_kernel"}
     assert {build["kernel"] for build in builds} == wanted
+
+
+@needs_triton
+def test_a_launch_passes_what_triton_passes(tmp_path: Path) -> None:
+    run("triton_host.py", TRITON_CACHE_DIR=str(tmp_path))
 
 
 def captured(step: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
