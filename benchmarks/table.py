@@ -113,7 +113,8 @@ def page_tables(records: list[Record]) -> dict[str, str]:
 def read_results(files: list[Path]) -> list[Record]:
     """The records of files, or of all in benchmarks/results. Raises ValueError."""
     records = read_records(files or sorted(RESULTS.glob("*.jsonl")))
-    return [{"dtype": "float32"} | record for record in records]  # libraries named none at first
+    # Those of libraries named no type at first.
+    return [{"dtype": "float32"} | r if r["kind"] == "libraries" else r for r in records]
 
 
 def main(argv: list[str]) -> int:

@@ -57,6 +57,7 @@ py::bytes argument_kinds(const py::tuple& arguments) {
       kinds += address % kAlignment == 0 ? 'a' : 'u';
     } else if (PyLong_CheckExact(argument.ptr())) {
       const auto value = PyLong_AsLongLong(argument.ptr());
+      if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
       kinds += value == static_cast<std::int32_t>(value) ? 'i' : 'l';
       kinds += value == 1 ? '1' : value % kAlignment == 0 ? 'm' : ' ';
     } else {

@@ -120,4 +120,26 @@ class Bootstrap {
   std::function<void()> look_;
 };
 
+/// A file descriptor that other processes can fetch while this object lives.
+class Offer {
+ public:
+  explicit Offer(UniqueFd fd) { Bootstrap::instance().offer(key_, std::move(fd)); }
+  ~Offer() { Bootstrap::instance().withdraw(key_); }
+  Offer(const Offer&) = delete;
+  Offer& operator=(const Offer&) = delete;
+
+  const std::string& key() const { return key_; }
+  /// Fetches what the bootstrap of a rank offers. Throws Error.
+  static UniqueFd fetch(const std::string& address, int rank, const std::string& key) {
+    UniqueFd fd = Bootstrap::instance().fetch(address, key, std::chrono::seconds(10));
+    if (!fd)
+      throw Error({.kind = ErrorKind::kSystem, .rank = rank},
+                  "ringcomm: rank " + std::to_string(rank) + " did not send its memory descriptor");
+    return fd;
+  }
+
+ private:
+  const std::string key_ = random_text();
+};
+
 }  // namespace ringcomm::host

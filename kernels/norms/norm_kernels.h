@@ -3,6 +3,7 @@
 // The passes over a row of activations, written once and compiled for each level by its own source
 // file (see kernels/common/simd.h for the rules).
 
+#include "kernels/common/denormals.h"
 #include "kernels/common/float_vectors.h"
 
 namespace ringcomm::cpu {
@@ -26,6 +27,7 @@ template <class Array>
 
 template <class Array>
 void add_rms_norm(const NormRow& row) {
+  const KeepDenormals mode;  // each rank computes it
   constexpr std::size_t kElementBytes = Array::kElementBytes;
   const std::size_t num_elems = row.num_elems;
   const std::size_t whole = num_elems - num_elems % kLanes;

@@ -308,7 +308,8 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
   if (transport.has_private_memory())
     TORCH_WARN_ONCE(
         "ringcomm: calls on some tensors of GPUs are copied through its own memory, because other "
-        "processes cannot map theirs: a pool's, or expandable segments that are not shared");
+        "processes cannot map theirs: a pool's, allocations that are no multiple of 2 MiB, or "
+        "expandable segments that are not shared");
 }
 
 std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_async, int peer,

@@ -54,7 +54,8 @@ std::byte* word_for(int rank, const DeviceMemory& part) {
 std::unique_ptr<DeviceMemory> map_part(const DeviceGroup& group, int rank, int peer,
                                        const Offered& part) {
   auto memory = std::make_unique<DeviceMemory>(
-      group.device(), part.num_bytes, Offer::fetch(group.place(peer), peer, part.key.str()));
+      group.device(), part.num_bytes,
+      host::Offer::fetch(group.place(peer).bootstrap_address.str(), peer, part.key.str()));
   copy_and_wait(&group.control_on_device()->copied, word_for(rank, *memory), sizeof(std::uint64_t),
                 "read another rank's memory");
   if (group.control().copied != signature(peer))
@@ -153,7 +154,7 @@ void DeviceGroup::read_facts() {
 
 // Rank 0 makes it; each rank has a control block of its own besides.
 void DeviceGroup::share_host_memory() {
-  std::optional<Offer> offer;
+  std::optional<host::Offer> offer;
   Offered mine;
   mine.problem = attempt([&] {
     control_ = std::make_unique<MappedHostMemory>(device_, sizeof(Control));
@@ -166,7 +167,7 @@ void DeviceGroup::share_host_memory() {
   const std::string key = exchange_.all_gather(mine)[0].key.str();
   if (mine.problem.str().empty() && exchange_.rank() != 0)
     mine.problem = attempt([&] {
-      const host::UniqueFd fd = Offer::fetch(places_[0], 0, key);
+      const host::UniqueFd fd = host::Offer::fetch(places_[0].bootstrap_address.str(), 0, key);
       host_memory_ = host::SharedMemory::of_peer(fd.get());
     });
   agree(exchange_, mine.problem);  // all have it, before it is offered no longer
@@ -174,7 +175,7 @@ void DeviceGroup::share_host_memory() {
 
 // The address is of each rank's part; what is in front of the scratch memory is zeroed.
 void DeviceGroup::share_staging() {
-  std::optional<Offer> offer;  // until all have mapped it
+  std::optional<host::Offer> offer;  // until all have mapped it
   parts_.resize(places_.size());
   auto& own = parts_[static_cast<std::size_t>(exchange_.rank())];
   Offered mine;

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -46,29 +45,6 @@ class WaitingBlocks : public PerDevice<WaitingBlocks> {
   std::mutex mutex_;
   int share_ = 1 << 20;  // the least of any group
   int num_taken_ = 0;
-};
-
-/// A file descriptor that other ranks' processes can fetch while this object lives.
-class Offer {
- public:
-  explicit Offer(host::UniqueFd fd) { host::Bootstrap::instance().offer(key_, std::move(fd)); }
-  ~Offer() { host::Bootstrap::instance().withdraw(key_); }
-  Offer(const Offer&) = delete;
-  Offer& operator=(const Offer&) = delete;
-
-  const std::string& key() const { return key_; }
-  /// Fetches what a rank's process offers.
-  static host::UniqueFd fetch(const RankPlace& place, int rank, const std::string& key) {
-    host::UniqueFd fd = host::Bootstrap::instance().fetch(place.bootstrap_address.str(), key,
-                                                          std::chrono::seconds(10));
-    if (!fd)
-      throw Error({.kind = ErrorKind::kSystem, .rank = rank},
-                  "ringcomm: rank " + std::to_string(rank) + " did not send its memory descriptor");
-    return fd;
-  }
-
- private:
-  const std::string key_ = host::random_text();
 };
 
 /// The devices of a group's ranks, and the memory through which their kernels communicate: every

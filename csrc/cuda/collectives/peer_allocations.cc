@@ -17,8 +17,7 @@ constexpr std::uint64_t kFailuresPerTry = 64;
 constexpr int kIdleLooks = 25;
 constexpr std::size_t kRowsPerLook = 16;
 constexpr std::chrono::milliseconds kReleasePoll{2};
-// Each is an open file.
-constexpr std::ptrdiff_t kMostOffers = 128;
+constexpr std::ptrdiff_t kMostOffers = 128;  // each is an open file
 
 bool contains(const Allocation& allocation, const std::byte* data, std::uint64_t num_bytes) {
   const auto begin = reinterpret_cast<DevicePtr>(data);
@@ -69,6 +68,8 @@ void PeerAllocations::find_places(std::uint64_t number, std::vector<PeerBuffer>&
   for (PeerBuffer& buffer : buffers) {
     if (buffer.num_bytes == 0) continue;
     if (!contains(last, buffer.data, buffer.num_bytes)) {
+      // Freed ones are found even if the program allocates nothing more.
+      if (!own_.empty()) retire_if_freed(num_looks_++ % own_.size());
       last = allocation_of(buffer.data);
       place = place_of(last, number, wants_all);
       // Pieces that are side by side are as one, here and for peers.
@@ -82,6 +83,7 @@ void PeerAllocations::find_places(std::uint64_t number, std::vector<PeerBuffer>&
     }
     if (place != 0 && contains(last, buffer.data, buffer.num_bytes))
       buffer.place = place + (reinterpret_cast<DevicePtr>(buffer.data) - last.base);
+    if (place == 0 && last.piece != nullptr) last = {};  // the next buffer may be in some of them
   }
 }
 
@@ -91,24 +93,28 @@ bool PeerAllocations::map_now(const std::byte* data, std::size_t num_bytes, std:
     num_failures_ = 0;
   }
   std::vector<PeerBuffer> buffers = {{data, data != nullptr ? num_bytes : 0}};
-  find_places(number, buffers, /*wants_all=*/true);
-  for (int round = 0; round < 2; ++round) {  // all have announced; all have mapped
-    follow(number, /*may_unmap=*/false);
-    exchange_.all_gather(0);
-  }
-  find_places(number, buffers);
-  const bool is_mapped = num_bytes == 0 || buffers[0].place != 0;
-  const std::vector<std::uint8_t> all = exchange_.all_gather(std::uint8_t{is_mapped});
-  return std::ranges::find(all, 0) == all.end();
+  enum State : std::uint8_t { kMapped, kSomeMore, kRefused };
+  State state = kRefused;
+  do {  // some pieces at a time
+    const std::uint64_t num_before = num_published_;
+    find_places(number, buffers, /*wants_all=*/true);
+    for (int round = 0; round < 2; ++round) {  // all have announced; all have mapped
+      follow(number, /*may_unmap=*/false);
+      exchange_.all_gather(0);
+    }
+    find_places(number, buffers);
+    const bool is_mapped = num_bytes == 0 || buffers[0].place != 0;
+    state = is_mapped ? kMapped : num_published_ != num_before ? kSomeMore : kRefused;
+    state = std::ranges::max(exchange_.all_gather(state));
+  } while (state == kSomeMore);
+  return state == kMapped;
 }
 
 // Of the first byte of an allocation of this rank; 0 where peers have yet to map it, or it cannot
 // be mapped.
 Place PeerAllocations::place_of(const Allocation& allocation, std::uint64_t number,
                                 bool is_wanted) {
-  // Freed ones are found even if the program allocates nothing more.
-  if (!own_.empty()) retire_if_freed(num_looks_++ % own_.size());
-  has_private_ = has_private_ || !allocation.has_handle;
+  has_private_ = has_private_ || (is_wanted && !allocation.has_handle);
   if (!allocation.has_handle) return 0;
   const std::size_t row = find(allocation.id);
   if (row == kMaxRows) {
@@ -153,7 +159,7 @@ void PeerAllocations::announce(const std::byte* data) {
       if (allocation.piece == nullptr) {
         check(driver().ipc_get_mem_handle(&mine.handle, allocation.base), "hand out GPU memory");
       } else {
-        own.offer = std::make_unique<Offer>(export_memory(allocation.piece->handle));
+        own.offer = std::make_unique<host::Offer>(export_memory(allocation.piece->handle));
         own.offer->key().copy(mine.handle.reserved, sizeof mine.handle.reserved - 1);
         mine.num_bytes = allocation.num_bytes;
         mine.range_base = allocation.range_base;
@@ -170,12 +176,11 @@ void PeerAllocations::announce(const std::byte* data) {
   num_failures_ = is_announced ? 0 : num_failures_ + 1;
 }
 
-// Retires what has been freed, and ends offers that all peers have taken up.
-void PeerAllocations::look_at_own() {
-  for (std::size_t row = 0; row < own_.size(); ++row) {
-    retire_if_freed(row);
-    if (is_known_to_all(row) && row_of(rank_, row).failed == 0) own_[row].offer = nullptr;
-  }
+// Ends offers that all peers have taken up.
+void PeerAllocations::end_offers() {
+  for (std::size_t row = 0; row < own_.size(); ++row)
+    if (own_[row].offer != nullptr && is_known_to_all(row) && row_of(rank_, row).failed == 0)
+      own_[row].offer = nullptr;
 }
 
 // kMaxRows if there is none.
@@ -201,6 +206,7 @@ void PeerAllocations::publish(std::size_t row) {
   GroupWords::OfAllocation& mine = row_of(rank_, row);
   mine.num_following = mine.failed = 0;
   mine.first_call = 0;
+  ++num_published_;
   ++mine.version;
   ++group_.words().num_announced;
 }
@@ -232,10 +238,13 @@ void PeerAllocations::for_news(bool exist, const Body& body) {
 void PeerAllocations::follow(std::uint64_t call, bool may_unmap) {
   const std::lock_guard lock(mutex_);
   num_followed_ = group_.words().num_announced;
+  silent_ranks_ = 0;
   if (may_unmap) unmap_retired();
   has_postponed_ = has_retired();
   for_news(true, [&](int rank, std::size_t row) { map(rank, row, call); });
-  if (!wanted_.empty() && num_failures_ % kFailuresPerTry == 0) look_at_own();
+  end_offers();
+  if (!wanted_.empty() && num_failures_ % kFailuresPerTry == 0)
+    for (std::size_t row = 0; row < own_.size(); ++row) retire_if_freed(row);
   for (const std::byte* data : std::exchange(wanted_, {})) announce(data);
 }
 
@@ -267,7 +276,14 @@ void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call) {
   try {
     if (place.process != own.process) {
       theirs.mapping = mappings_.map(source.allocation, [&] {
-        return Offer::fetch(place, rank, source.allocation.handle.reserved);
+        // One that is stopped costs the time of one attempt, and not of one for each piece.
+        const std::uint32_t rank_bit = std::uint32_t{1} << rank;
+        if ((std::exchange(silent_ranks_, silent_ranks_ | rank_bit) & rank_bit) != 0)
+          throw Error({.rank = rank}, "a rank is silent");
+        auto fd = host::Offer::fetch(place.bootstrap_address.str(), rank,
+                                     source.allocation.handle.reserved);
+        silent_ranks_ &= ~rank_bit;
+        return fd;
       });
       base = theirs.mapping->data;
     } else if (place.device == own.device) {
@@ -300,6 +316,7 @@ void PeerAllocations::look() noexcept {
   const std::uint64_t num_announced = group_.words().num_announced;
   num_idle_ = num_looks_ == num_looks_seen_ ? std::min(num_idle_ + 1, kIdleLooks) : 0;
   num_looks_seen_ = num_looks_;
+  end_offers();
   const bool looks_at_own = num_idle_ == kIdleLooks && !own_.empty();
   if (!looks_at_own && num_announced == num_seen_) return;
   try {

@@ -58,7 +58,8 @@ class PeerAllocations {
     std::uint64_t id = 0;  // 0: free
     DevicePtr base = 0;
     std::shared_ptr<const MappedPiece> piece = nullptr;
-    std::unique_ptr<Offer> offer = nullptr;  // of the piece, until all peers have mapped it
+    std::unique_ptr<host::Offer> offer =
+        nullptr;  // of the piece, until a look after all have mapped it
   };
   struct Theirs {
     std::uint64_t version = 0;
@@ -74,7 +75,7 @@ class PeerAllocations {
   }
   std::size_t find(std::uint64_t id) const;
   void announce(const std::byte* data);
-  void look_at_own();
+  void end_offers();
   std::size_t free_row() const;
   bool is_freed(std::size_t row) const;
   void retire_if_freed(std::size_t row);
@@ -102,6 +103,8 @@ class PeerAllocations {
   std::vector<const std::byte*> wanted_;  // buffers in no row
   bool has_private_ = false;              // some buffer's memory has no handle
   std::uint64_t num_failures_ = 0;        // to announce, one after the other
+  std::uint64_t num_published_ = 0;       // versions of this rank's rows
+  std::uint32_t silent_ranks_ = 0;        // that have sent no descriptor in this call
   std::uint64_t num_followed_ = 0;        // versions
   bool has_postponed_ = false;            // some of these are to be unmapped
   int num_failed_ = 0;                    // rows of peers that could not be mapped

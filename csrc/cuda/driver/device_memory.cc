@@ -54,13 +54,13 @@ std::shared_ptr<const MappedPiece> piece_at(DevicePtr base, MemoryHandle handle)
   static auto& all = *new std::map<DevicePtr, std::weak_ptr<const MappedPiece>>;
   static std::uint64_t num_made = std::uint64_t{1} << 63;
   const std::lock_guard lock(mutex);
-  std::weak_ptr<const MappedPiece>& known = all[base];
-  if (auto found = known.lock(); found != nullptr && found->handle == handle) {
+  if (auto found = all[base].lock(); found != nullptr && found->handle == handle) {
     driver().mem_release(handle);  // which is retained already
     return found;
   }
   std::shared_ptr<const MappedPiece> made(new MappedPiece{handle, num_made++});
-  known = made;
+  std::erase_if(all, [](const auto& entry) { return entry.second.expired(); });
+  all[base] = made;
   return made;
 }
 
@@ -83,7 +83,8 @@ void find_piece(DevicePtr address, Allocation& found) {
 
 Allocation allocation_of(const void* address) {
   Allocation found;
-  unsigned has_handle = 0, handle_types = 0;
+  unsigned has_handle = 0;
+  std::uint64_t handle_types = 0;  // wide enough for what any driver writes
   int attributes[] = {kPointerBufferId, kPointerRangeStart, kPointerRangeSize, kPointerHasIpcHandle,
                       kPointerHandleTypes};
   void* results[] = {&found.id, &found.base, &found.num_bytes, &has_handle, &handle_types};
@@ -160,6 +161,7 @@ void DeviceMemory::release() noexcept {
   if (is_mapped_) driver().mem_unmap(address_, num_bytes_);
   driver().mem_release(handle_);
 }
+
 MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) : ordinal_(device) {
   const ContextGuard guard(device);
   check(driver().mem_host_alloc(&host_, num_bytes, kHostPortable | kHostDeviceMap),

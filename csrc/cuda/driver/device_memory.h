@@ -15,8 +15,9 @@
 
 namespace ringcomm::cuda {
 
-/// Memory that is mapped into a range of addresses, as torch's expandable segments are made of: by
-/// a handle that is retained, so that it exists, and no other memory has the handle.
+/// A physical allocation that is mapped into a reservation of addresses, as torch's expandable
+/// segments are made of. Its handle is retained: the memory stays, and the driver gives the handle
+/// to no other.
 struct MappedPiece {
   MemoryHandle handle;
   std::uint64_t id;  ///< never used again in this process, nor the driver's for an allocation

@@ -225,7 +225,6 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.grad_options = options.for_grad(shard)
         ctx.is_inplace = is_inplace
         ctx.mark_non_differentiable(by_token)
-        ctx.set_materialize_grads(False)  # one of by_token
         return loss, by_token
 
     @staticmethod
@@ -249,7 +248,6 @@ class _WrittenInForward(torch.autograd.Function):
         loss, by_token, _ = _ops.cross_entropy_and_grad_(rows, *tokens, *more)
         ctx.save_for_backward(rows.detach())
         ctx.mark_non_differentiable(by_token)
-        ctx.set_materialize_grads(False)  # one of by_token
         return loss, by_token
 
     @staticmethod

@@ -229,7 +229,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         make = _with_gradients if ctx.is_done else _without_gradients
         loss, by_token = make(ctx, rows, weight, bias, *given)
         ctx.mark_non_differentiable(by_token)
-        ctx.set_materialize_grads(False)  # one of by_token
         return loss, by_token
 
     @staticmethod

@@ -66,7 +66,6 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
         group: a separate group for its messages.
         servers: ranks that have keys.
         keys: by server the names of its parameters.
-        staleness_histogram: the number of gradients by age in updates, of this rank's server.
         server_optimizer: that of this rank's server, of copies of its keys; None without. Save its
             state_dict() after serve(); or between pull(fresh=True) and push(), unless staleness is
             None. Load one before the first push(), with a barrier after it.
@@ -108,7 +107,6 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
             raise ValueError(f"staleness must be None or a number of steps >= 0, got {staleness!r}")
         self._model, self._staleness = model, staleness
         self.server_optimizer: torch.optim.Optimizer | None = None
-        self.staleness_histogram: Counter[int] = Counter()
         trained = [param for param in described.weights if param.requires_grad]
         if not trained:
             raise ValueError("no parameter requires grad: at least one is needed")
@@ -155,14 +153,12 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
             here = [of_parts(each, parts) for each in groups]
             self.server_optimizer = _made(make_optimizer, here, len(parts))
             self._server = Server(self.group, workers, self.server_optimizer, staleness)
-            self.staleness_histogram = self._server.staleness
         self._ports: list[Port] = []  # empty on a rank that is not a worker
         for server, names in self.keys.items() if rank in workers else ():
             params = [self._params[name] for name in names]
             own = self._server if server == rank else None
             self._ports.append(Port(self.group, server, params, own))
-        self._num_pushes = 0
-        self._is_closed = False
+        self._num_pushes, self._is_closed = 0, False
         note_trainer(self._params.values(), self)
 
     def serve(self) -> None:
@@ -191,8 +187,7 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
             answers = [port.answer() for port in self._ports]
         for port, (version, row) in zip(self._ports, answers, strict=True):
             if row is not None:
-                on_device = row.to(port.params[0].device)  # by one copy
-                values = views_in_row(on_device, port.params)
+                values = views_in_row(row.to(port.params[0].device), port.likes)  # by one copy
                 for param, value in zip(port.params, values, strict=True):
                     param.copy_(value)
             port.version = version
@@ -247,6 +242,11 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
                 )
 
     @property
+    def staleness_histogram(self) -> Counter[int]:
+        """The number of gradients by age in updates, of this rank's server."""
+        return Counter() if self._server is None else Counter(self._server.staleness)
+
+    @property
     def version(self) -> int:
         """The number of updates in a worker's weights, or made by a dedicated server."""
         if self._ports:
@@ -287,13 +287,14 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
 def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int, ...]:
     if servers == "all":
         return tuple(range(world_size))
-    ranks = [] if isinstance(servers, str) else sorted(servers)
-    if not ranks or len({*ranks}) < len(ranks) or not {*ranks} <= {*range(world_size)}:
+    ranks = [*servers] if isinstance(servers, Iterable) else []
+    are_ranks = all(isinstance(rank, int) and rank in range(world_size) for rank in ranks)
+    if not ranks or not are_ranks or len({*ranks}) < len(ranks):
         raise ValueError(
             f'servers must be "all" or a list of different ranks of a group of {world_size}, got'
             f" {servers!r}"
         )
-    return tuple(ranks)
+    return tuple(sorted(ranks))
 
 
 def _made(

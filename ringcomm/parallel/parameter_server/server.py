@@ -25,14 +25,11 @@ TO_SERVER, TO_WORKER = 1, 2  # tags, which separate the two roles of a rank that
 
 
 class Header(NamedTuple):
-    """What a request is, and the versions of a worker's last pull and the lowest that it accepts.
-
-    Of an answer the version is the one that is sent.
-    """
+    """What a request is, with versions of weights; of an answer the one that is sent."""
 
     kind: int
-    version: int
-    wanted: int = 0
+    version: int  # of the worker's last pull
+    wanted: int = 0  # the lowest that a pull accepts
 
 
 def owned_keys(sizes: Mapping[str, int], servers: Sequence[int]) -> dict[int, list[str]]:
@@ -237,6 +234,8 @@ class Port:
         self, group: dist.ProcessGroup, rank: int, params: Sequence[Tensor], own: Server | None
     ) -> None:
         self.params = params
+        # As the server's: a program may change the dtypes of its model.
+        self.likes = [torch.empty_like(param, device="meta") for param in params]
         self.version = 0  # of the last pull
         self._group, self._rank, self._own = group, rank, own
         self._sent: Any = None  # the Work of the last gradient
@@ -257,7 +256,7 @@ class Port:
         dist.recv(words, **sender)
         version, row = Header(*words.tolist()).version, None
         if version != self.version:
-            row = new_row(self.params)
+            row = new_row(self.likes)
             dist.recv(row, **sender)
         return version, row
 
@@ -267,7 +266,7 @@ class Port:
         gradients = [param.grad for param in self.params]
         has = [grad is not None for grad in gradients]
         tensors = [*gradients, torch.tensor(has, dtype=torch.uint8, device="cpu")]
-        self._sent = self.ask(PUSH, row=in_one_row(tensors, with_flags(self.params)))
+        self._sent = self.ask(PUSH, row=in_one_row(tensors, with_flags(self.likes)))
 
     def close(self) -> None:
         """Sends the last request, and waits until everything has been sent."""

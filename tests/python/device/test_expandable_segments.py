@@ -186,3 +186,11 @@ def test_more_pieces_than_are_offered_at_a_time(rank: int) -> None:
         dist.all_reduce(tensor)
         assert tensor[:: 1 << 20].unique().tolist() == [2 * turn + 1]
     assert long_calls()[0] > 0
+
+
+@pytest.mark.slow
+@in_two
+def test_a_shared_tensor_of_more_pieces_than_are_offered_at_a_time(rank: int) -> None:
+    tensor = ringcomm.empty_shared(150 * PIECE_BYTES, dtype=torch.uint8, device=GPU)
+    dist.all_reduce(tensor.fill_(rank))
+    assert long_calls() == (1, 0)

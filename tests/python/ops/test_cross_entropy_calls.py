@@ -181,6 +181,25 @@ def test_overwritten_logits_are_noticed(inplace: Any) -> None:
         loss.backward()
 
 
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("inplace", [False, True, "forward"])
+def test_a_loss_whose_gradient_is_none(inplace: Any) -> None:
+    """It counts as zero, as with torch's: other ranks may wait for this one's backward pass."""
+    leaf, target = random_logits((4, 6)).requires_grad_(), torch.zeros(4, dtype=torch.int64)
+    (_NoGradient.apply(cross_entropy(leaf * 1, target, inplace=inplace)) + leaf.sum()).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.eq(1).all()
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("factor", [None, torch.tensor(2.0, requires_grad=True)], ids=["1", "2"])
 def test_no_second_derivative(factor: Tensor | None, inplace: bool) -> None:

@@ -151,6 +151,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @in_ranks(2)
 def test_value_errors(rank: int) -> None:
     make = make_of("sgd")
+    for servers in (3, "some", [0, "a"], [0.0], [0, 0], [2], []):
+        with pytest.raises(ValueError, match="servers must be"):
+            ParameterServer(Net(), make, servers=servers)  # type: ignore[arg-type]
     for options, text in WRONG.values():
         with pytest.raises(ValueError, match=text):
             ParameterServer(Net(), make, **options)
@@ -196,6 +199,21 @@ def test_value_errors(rank: int) -> None:
             server.pull()
         with pytest.raises(RuntimeError, match=re.escape("pull() after close()")):
             server.pull()
+
+
+@in_ranks(2)
+def test_a_model_in_another_dtype(rank: int) -> None:
+    """Servers keep that in which it was given."""
+    model = nn.Linear(2, 2).to(torch.bfloat16)
+    with ParameterServer(model, lambda groups: torch.optim.SGD(groups, lr=0.1)) as server:
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            model.to(dtype)
+            before = model.weight.detach().clone()
+            model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+            server.push()
+            server.pull(fresh=True)
+            close = {"rtol": 2**-7, "atol": 2**-6}
+            torch.testing.assert_close(model.weight.detach(), before - 0.1, **close)
 
 
 @in_ranks(2)
