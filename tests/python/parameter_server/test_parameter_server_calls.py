@@ -212,8 +212,8 @@ def test_a_model_in_another_dtype(rank: int) -> None:
             model(torch.ones(1, 2, dtype=dtype)).sum().backward()
             server.push()
             server.pull(fresh=True)
-            close = {"rtol": 2**-7, "atol": 2**-6}
-            torch.testing.assert_close(model.weight.detach(), before - 0.1, **close)
+            found = model.weight.detach()
+            torch.testing.assert_close(found, before - 0.1, rtol=2**-7, atol=2**-6)
 
 
 @in_ranks(2)
