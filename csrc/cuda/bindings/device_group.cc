@@ -305,11 +305,11 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
                       engine->stats().count(call.op, transport.enqueue(call, place));
                       if (finish) finish();
                     });
-  if (transport.has_private_memory())
+  if (transport.has_private_memory()) {
     TORCH_WARN_ONCE(
-        "ringcomm: calls on some tensors of GPUs are copied through its own memory, because other "
-        "processes cannot map theirs: a pool's, allocations that are no multiple of 2 MiB, or "
-        "expandable segments that are not shared");
+        "ringcomm: calls on some tensors of GPUs are copied, because other processes cannot map "
+        "them: a pool's, allocations of no multiple of 2 MiB, or unshared expandable segments");
+  }
 }
 
 std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_async, int peer,
