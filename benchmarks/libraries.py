@@ -164,9 +164,16 @@ def measure(options: Options, report: Report) -> None:
             _run_under(python, world, options)
 
 
+def check(options: Options) -> None:
+    """Raises ValueError where an MPI would get a type that numpy, and so mpi4py, lacks."""
+    if options.dtype == "bfloat16" and (options.mpi or mpi_world_size() is not None):
+        raise ValueError("--dtype bfloat16 is not for --mpi: mpi4py has no such type")
+
+
 PROGRAM = harness.Program(
     doc=__doc__,
     kind="libraries",
+    check=check,
     rank=run_rank,
     measure=measure,
     seconds=3.0,

@@ -114,7 +114,7 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
     launch_shards(call, planned, place.stream);
   } else {
     InPlaceLaunch launch(call, planned.plan, planned.call);
-    std::optional<RelaxedCapture> relaxed;  // while the driver is asked about buffers
+    std::optional<RelaxedCapture> relaxed;  // the driver is asked about buffers
     if (place.capture != 0) relaxed.emplace();
     allocations_.find_places(num_calls_, launch.buffers());
     if (planned.plan.kind == LaunchKind::kInPlace)

@@ -58,8 +58,7 @@ class PeerAllocations {
     std::uint64_t id = 0;  // 0: free
     DevicePtr base = 0;
     std::shared_ptr<const MappedPiece> piece = nullptr;
-    std::unique_ptr<host::Offer> offer =
-        nullptr;  // of the piece, until a look after all have mapped it
+    std::unique_ptr<host::Offer> offer = nullptr;  // of the piece: see end_offers()
   };
   struct Theirs {
     std::uint64_t version = 0;

@@ -283,6 +283,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "ringcomm's cross-entropy has no second derivative (create_graph=True): use"
                 " torch.nn.functional.cross_entropy for this loss"
             )
+        # Here it would only enter no_grad() once more.
         compute = once if torch.compiler.is_compiling() else backward
         return compute(ctx, *grads)
 

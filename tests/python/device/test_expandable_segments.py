@@ -27,6 +27,7 @@ from test_peer_allocations import (
     few_calls,
     long_calls,
     new_tensor,
+    reuse_addresses,
     used_bytes,
 )
 from torch import Tensor
@@ -92,27 +93,15 @@ def test_they_are_used_in_place(num_devices: int) -> None:
     run_on_gpus(3, check_in_place, num_devices=num_devices, env=env, fresh=True)
 
 
-def check_reuse(rank: int) -> None:
-    """Of addresses, by other pieces, while peers have mapped what was there before."""
-    num_same = 0
-    for turn in range(6):
-        tensor = new_tensor()
-        place = tensor.data_ptr()
-        before, _ = long_calls()
-        check_sums(tensor, 2 * FEW_CALLS, first=10 * turn)
-        assert long_calls()[0] > before
-        meet()
-        if rank == 0 or turn % 2 == 0:
-            del tensor
-            emugpu.empty_cache()
-            tensor = new_tensor()
-            num_same += tensor.data_ptr() == place
-    assert num_same > 0, "a test of nothing: no address was used again"
-
-
 @in_two
 def test_pieces_that_are_mapped_anew(rank: int) -> None:
-    check_reuse(rank)
+    counts = [long_calls()[0]]
+
+    def is_in_place(_: Tensor) -> bool:
+        counts.append(long_calls()[0])
+        return counts[-1] > counts[-2]
+
+    reuse_addresses(rank, 2 * FEW_CALLS, is_in_place)
 
 
 @in_two

@@ -160,14 +160,17 @@ def test_reuse_by_the_allocator(rank: int) -> None:
     assert 1 <= num_mapped() <= 2  # rank 1 has two in turn
 
 
-def check_reuse_by_the_driver(rank: int) -> None:
-    """Of an address while peers have mapped what was there before."""
+def reuse_addresses(rank: int, num_calls: int, is_in_place: Callable[[Tensor], bool]) -> Tensor:
+    """Of tensors by other memory, while peers have mapped what was there before; the last one.
+
+    Each has that many calls, and then must be in place.
+    """
     num_same = 0
     for turn in range(6):
         tensor = new_tensor()
         place = tensor.data_ptr()
-        check_sums(tensor, first=10 * turn)
-        assert bytes_read_of_peers(tensor) > 0
+        check_sums(tensor, num_calls, first=10 * turn)
+        assert is_in_place(tensor)
         meet()  # a rank unmaps what another has freed before its own next call
         if rank == 0 or turn % 2 == 0:
             del tensor
@@ -175,6 +178,11 @@ def check_reuse_by_the_driver(rank: int) -> None:
             tensor = new_tensor()
             num_same += tensor.data_ptr() == place
     assert num_same > 0, "a test of nothing: no address was used again"
+    return tensor
+
+
+def check_reuse_by_the_driver(rank: int) -> None:
+    tensor = reuse_addresses(rank, FEW_CALLS, lambda tensor: bytes_read_of_peers(tensor) > 0)
     check_sums(tensor)
     assert num_mapped() == dist.get_world_size() - 1  # those of before are unmapped
 
