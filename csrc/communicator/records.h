@@ -1,7 +1,12 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstring>
+#include <exception>
 #include <functional>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -39,6 +44,53 @@ class RecordExchange {
   Communicator& communicator_;
   const WaitLimits& limits_;
 };
+
+/// Why a group's ranks cannot share something: the same text on all of them, so that all take the
+/// same other way.
+struct Unavailable : std::runtime_error {
+  using runtime_error::runtime_error;
+};
+
+/// Text in a record; truncated if it does not fit.
+template <std::size_t kBytes>
+struct RecordText {
+  char bytes[kBytes] = {};
+
+  RecordText() = default;
+  explicit RecordText(const std::string& text) {
+    std::memcpy(bytes, text.data(), std::min(text.size(), kBytes - 1));
+  }
+  std::string str() const { return bytes; }
+};
+
+/// Runs a local step. Returns the error text, which is then exchanged with all ranks; empty on
+/// success.
+template <class Body>
+RecordText<256> attempt(const Body& body) {
+  try {
+    body();
+    return {};
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    return RecordText<256>(text.empty() ? "unknown error" : text);
+  }
+}
+
+/// Throws Unavailable with the first `problem` of the ranks' records, if any has one.
+template <class Record>
+void check_problems(const std::vector<Record>& records) {
+  for (std::size_t rank = 0; rank < records.size(); ++rank)
+    if (const std::string problem = records[rank].problem.str(); !problem.empty())
+      throw Unavailable("rank " + std::to_string(rank) + ": " + problem);
+}
+
+/// Collective: tells all how attempts went.
+inline void agree(RecordExchange& exchange, const RecordText<256>& problem) {
+  struct Record {
+    RecordText<256> problem;
+  };
+  check_problems(exchange.all_gather(Record{problem}));
+}
 
 /// Starts to compare a call's header, and the sizes of the shards of each pair, between the hosts,
 /// for calls whose data has no headers. A difference, or a rank that does not make the call in

@@ -164,6 +164,8 @@ Result api::device_get_attribute(int* value, int attribute, DeviceOrdinal device
   else if (attribute == kVirtualMemoryManagementSupported ||
            attribute == kHandleTypePosixFdSupported)
     *value = settings().has_vmm;
+  else if (attribute == kMulticastSupported)
+    *value = settings().has_multicast;
   else if (attribute == kMpsEnabled)
     *value = settings().has_mps;
   else

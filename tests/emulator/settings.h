@@ -48,6 +48,7 @@ struct Settings {
   bool has_peer_access = flag("PEER_ACCESS", true);  ///< GPUs can map each other's memory
   /// What a stream of one GPU sets in memory of another does not arrive.
   bool loses_peer_writes = flag("LOSES_PEER_WRITES", false);
+  bool has_multicast = flag("MULTICAST", false);  ///< GPUs have switches that add
   bool has_vmm = flag("VMM", true);  ///< cuMemCreate and what belongs to it
   bool has_ipc = flag("IPC", true);  ///< the cuIpc functions
   /// Memory of an owner is not opened while what the owner had at its address before is still open,

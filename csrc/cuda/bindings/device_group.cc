@@ -37,7 +37,8 @@ void take_tensors(TensorCall& item, std::vector<at::Tensor>& kept,
 }
 
 // Null on all ranks, with the reason, if the ranks cannot map each other's memory.
-TransportPtr make_ipc_transport(Communicator& communicator, const GroupOptions& options,
+TransportPtr make_ipc_transport(const c10::intrusive_ptr<c10d::Store>& store,
+                                Communicator& communicator, const GroupOptions& options,
                                 c10::Device device, std::string& reason) {
   if (communicator.world_size() == 1)
     reason = "a group of one";
@@ -47,6 +48,13 @@ TransportPtr make_ipc_transport(Communicator& communicator, const GroupOptions& 
     reason = "the transport is messages";
   if (!reason.empty()) return nullptr;
   const std::string name = "ringcomm: group " + options.group_name;
+  const auto make_sums = [&]() -> TransportPtr {
+    try {
+      return make_message_device_transport(store, communicator, options, device);
+    } catch (const c10::ValueError&) {
+      return nullptr;  // on all ranks: this torch has no NCCL
+    }
+  };
   try {
     const cuda::ContextGuard guard(device.index());
     const cuda::RelaxedCapture relaxed;
@@ -54,8 +62,9 @@ TransportPtr make_ipc_transport(Communicator& communicator, const GroupOptions& 
         communicator, device.index(),
         WaitLimits{.timeout = std::min(options.timeout, kLongestTimeout),
                    .is_interrupted = is_interrupted},
-        [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; });
-  } catch (const cuda::Unavailable& unavailable) {
+        [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; },
+        make_sums);
+  } catch (const Unavailable& unavailable) {
     reason = unavailable.what();
     return nullptr;
   }
@@ -89,7 +98,8 @@ cuda::DeviceTransport& DeviceGroup::transport(c10::Device device) {
   if (cuda::DeviceTransport* const found = find()) return *found;  // another thread's
   TransportPtr made;
   try {
-    own_stream(device, /*peer=*/-1);  // torch's first pooled stream waits for running kernels
+    // Not the caller's, which may be captured.
+    const c10::StreamGuard beside(own_stream(device, /*peer=*/-1));
     made = make_transport(*communicator(), device);
   } catch (const std::exception&) {
     check();  // throws the reason if a watchdog ended the group
@@ -115,7 +125,7 @@ TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device
   const c10::DeviceGuard guard(device);
   // The faster one first; the other takes every group.
   std::string reason;
-  TransportPtr transport = make_ipc_transport(communicator, *options_, device, reason);
+  TransportPtr transport = make_ipc_transport(store_, communicator, *options_, device, reason);
   std::string not_by;
   if (transport == nullptr) {
     not_by = "not by cuda_ipc: " + reason;
@@ -289,7 +299,7 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
   const std::shared_ptr<Communicator> engine = communicator();
   engine->issue(call);
   if (world_size_ > 1 &&
-      !transport.finds_mismatches()) {  // before a refusal: others may not refuse
+      !transport.finds_mismatches(call)) {  // before a refusal: others may not refuse
     check_header(*engine, call, options_->timeout, [weak = weak_from_this()](bool has_failed) {
       const auto group = weak.lock();
       if (group == nullptr) return;

@@ -1,8 +1,8 @@
 #include "cuda/collectives/device_group.h"
 
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -13,23 +13,16 @@
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/launches.h"
 #include "host/fd.h"
-#include "host/process.h"
 #include "host/rank_record.h"
 
 namespace ringcomm::cuda {
 namespace {
 
+// With fewer, ranks send no fewer bytes through a switch that adds than to each other.
+constexpr int kLeastRanksOfSwitches = 4;
+
 // The signature that every rank writes into its own part and checks in the others'.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
-
-// Bits of this process, other ones after a fork: processes of two containers may have equal pids.
-std::uint64_t process_identity() {
-  struct Identity {
-    std::uint64_t number = host::random_number();
-  };
-  static constinit PerProcess<Identity> identity;
-  return identity.get().number;
-}
 
 int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   int value = 0;
@@ -87,24 +80,23 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
 std::string DeviceGroup::describe() const {
   const bool has_mps = places_[static_cast<std::size_t>(exchange_.rank())].has_mps;
   const bool has_few_queues = has_mps && std::getenv("CUDA_DEVICE_MAX_CONNECTIONS") == nullptr;
-  char megabytes[32];
-  std::snprintf(megabytes, sizeof megabytes, "%.1f",
-                static_cast<double>(staging_.layout.num_bytes()) / (1 << 20));
   return "cuda_ipc by file descriptors: " + std::to_string(facts_.max_ranks_per_device) +
          " ranks on a GPU, " + std::to_string(staging_.layout.num_blocks) + " blocks that wait, " +
-         megabytes + " MiB of staging each" +
+         std::to_string(staging_.layout.num_bytes() >> 20) + " MiB of staging each" +
          (has_few_queues ? std::string(", ") + kFewQueues : "");
 }
 
 void DeviceGroup::find_places() {
   RankPlace mine;
   mine.host_id = RecordText<64>(host_id());
-  mine.process = process_identity();
   mine.problem = attempt([&] {
-    mine.bootstrap_address = RecordText<112>(host::Bootstrap::instance().address());
+    const std::string& address = host::Bootstrap::instance().address();
+    mine.bootstrap_address = RecordText<112>(address);
+    mine.process = std::hash<std::string>{}(address);
     check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");
     mine.num_multiprocessors = attribute_of(device_, kMultiprocessorCount);
     mine.has_mps = attribute_of(device_, kMpsEnabled) != 0;
+    mine.has_multicast = attribute_of(device_, kMulticastSupported) != 0;
     const char* maps = std::getenv("RINGCOMM_MAP_TENSORS");
     mine.maps_tensors = maps == nullptr || std::strcmp(maps, "0") != 0;
     if (attribute_of(device_, kVirtualMemoryManagementSupported) == 0 ||
@@ -141,6 +133,9 @@ void DeviceGroup::read_facts() {
     facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
     facts_.free_bytes = std::min(facts_.free_bytes, place.free_bytes);
   }
+  facts_.has_switches = facts_.world_size >= kLeastRanksOfSwitches &&
+                        facts_.max_ranks_per_device == 1 &&
+                        std::ranges::all_of(places_, &RankPlace::has_multicast);
   // All ranks take as many blocks as the one that has the fewest left.
   const int share =
       share_of_waiting_blocks(facts_.min_multiprocessors, facts_.max_ranks_per_device);

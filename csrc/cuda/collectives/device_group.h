@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda/collectives/group_words.h"
 #include "cuda/collectives/launch_plan.h"
-#include "cuda/collectives/record_exchange.h"
 #include "cuda/driver/device_memory.h"
 #include "host/bootstrap.h"
 #include "host/shared_memory.h"

@@ -48,8 +48,8 @@ class DeviceTransport {
   /// Of what was enqueued since the last call of this function and can fail by itself.
   virtual std::vector<Outcome> take_outcomes() { return {}; }
 
-  /// Whether its data has headers, so that kernels detect different calls.
-  virtual bool finds_mismatches() const { return false; }
+  /// Whether the call's data has headers, so that kernels detect different calls.
+  virtual bool finds_mismatches(const Collective&) const { return false; }
 
   /// How many ranks share a device at most; 0 where ranks do not access each other's memory.
   virtual int ranks_per_device() const { return 0; }

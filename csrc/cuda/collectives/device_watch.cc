@@ -71,11 +71,6 @@ Activity DeviceWatch::activity_of(std::uint64_t number) const {
   return activity;
 }
 
-Activity DeviceWatch::last_activity() const {
-  const std::uint64_t num = num_recorded(communicator_.rank());
-  return activity_of(num > 0 ? num - 1 : 0);
-}
-
 bool DeviceWatch::goes_on() {
   try {
     look();
@@ -126,7 +121,8 @@ void DeviceWatch::look_at_wait() {
   const WaitStatus stop = communicator_.group_state()->state_of(peer);
   if (stop == WaitStatus::kNone) return;
   if (stop != WaitStatus::kAborted && ++num_waits_for_gone_ < kWaitsForGonePeer) return;
-  communicator_.failure().raise_stopped(stop, peer, last_activity());
+  const std::uint64_t num = num_recorded(communicator_.rank());
+  communicator_.failure().raise_stopped(stop, peer, activity_of(num > 0 ? num - 1 : 0));
 }
 
 void DeviceWatch::compare_calls() {

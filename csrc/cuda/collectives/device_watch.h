@@ -7,8 +7,8 @@
 #include <string>
 
 #include "communicator/communicator.h"
+#include "cuda/collectives/group_words.h"
 #include "cuda/collectives/launch_plan.h"
-#include "cuda/collectives/record_exchange.h"
 #include "cuda/kernels/staging.h"
 #include "host/threads.h"
 
@@ -37,9 +37,6 @@ class DeviceWatch {
 
   /// Of the calls to come, for errors.
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
-
-  /// The last call that was recorded, for an error.
-  Activity last_activity() const;
 
  private:
   bool goes_on();

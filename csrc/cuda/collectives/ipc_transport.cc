@@ -10,7 +10,8 @@ constexpr std::size_t kMostPlans = 16;
 constexpr std::uint64_t kAnyCall = ~std::uint64_t{0};
 
 IpcTransport::IpcTransport(Communicator& communicator, DeviceOrdinal device,
-                           const WaitLimits& limits, std::function<void(const std::string&)> report)
+                           const WaitLimits& limits, std::function<void(const std::string&)> report,
+                           const std::function<std::unique_ptr<DeviceTransport>()>& make_sums)
     : communicator_(communicator),
       limits_(limits),
       exchange_(communicator, limits_),
@@ -20,13 +21,17 @@ IpcTransport::IpcTransport(Communicator& communicator, DeviceOrdinal device,
       running_(RunningKernels::of(device)),
       allocations_(exchange_, *group_),
       watch_(communicator, group_->control(), group_->words(), limits.timeout, std::move(report),
-             [this] { allocations_.look(); }) {}
+             [this] { allocations_.look(); }),
+      sums_(group_->facts().has_switches ? make_sums() : nullptr),
+      description_(group_->description()) {
+  if (sums_ != nullptr) description_ += ", float sums of 1 MiB and more by " + sums_->description();
+}
 
 IpcTransport::~IpcTransport() {
   try {
     const ContextGuard guard(group_->device());
     const RelaxedCapture relaxed;
-    if (communicator_.failure().has_failed()) watch_.end_waits();
+    if (communicator_.failure().has_failed()) abort();
     // A program must not replay graphs of the group later, but replays may be running.
     if (has_captured_) check(driver().ctx_synchronize(), "wait for the GPU");
     running_.end(this);
@@ -35,7 +40,17 @@ IpcTransport::~IpcTransport() {
   }
 }
 
+void IpcTransport::abort() noexcept {
+  watch_.end_waits();
+  if (sums_ != nullptr) sums_->abort();
+}
+
+std::vector<DeviceTransport::Outcome> IpcTransport::take_outcomes() {
+  return sums_ != nullptr ? sums_->take_outcomes() : std::vector<Outcome>{};
+}
+
 void IpcTransport::plan(Collective& call) const {
+  if (is_for_sums(call)) return sums_->plan(call);
   plan_algorithm(communicator_.options(), group_->staging().layout, call);
 }
 
@@ -91,42 +106,52 @@ PlannedCall& IpcTransport::plan_call(const Collective& call, const HeaderWords& 
 void IpcTransport::set_timeout(std::chrono::milliseconds timeout) {
   limits_.timeout = timeout;
   watch_.set_timeout(timeout);
+  if (sums_ != nullptr) sums_->set_timeout(timeout);
 }
 
 Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) {
   communicator_.failure().rethrow_if_any();
   const HeaderWords words = compared_words(call, communicator_.world_size());
-  PlannedCall& planned = plan_call(call, words);
   follow_peers();
-  Traffic traffic = planned.plan.traffic;
   running_.wait(this, RunningKernels::kCollective, place);
-  planned.call.launch = GroupFrame::kNoNumber;
+  std::uint64_t number = GroupFrame::kNoNumber;
   if (place.capture == 0) {
-    planned.call.launch = num_launches_;
-    watch_.record_call(num_launches_++, words);
+    number = num_launches_++;
+    watch_.record_call(number, words);
   } else {
     record_capture();
   }
+  const bool is_for_sums = call.op == OpKind::kAllReduce && call.algorithm == Algorithm::kDirect;
+  const Traffic traffic =
+      is_for_sums ? sums_->enqueue(call, place) : launch(call, words, number, place);
+  ++num_calls_;
+  last_end_ = events_.record(place.stream);
+  running_.remember(this, RunningKernels::kCollective, last_end_, place);
+  watch_.record_launch();
+  return traffic;
+}
+
+Traffic IpcTransport::launch(const Collective& call, const HeaderWords& words, std::uint64_t number,
+                             const StreamPlace& place) {
+  PlannedCall& planned = plan_call(call, words);
+  planned.call.launch = number;
+  Traffic traffic = planned.plan.traffic;
   const auto launching = running_.launching();
   if (planned.plan.kind == LaunchKind::kPackets) {
     kernels_.launch(planned.plan.kernel, planned.plan.num_blocks, planned.call, place.stream);
   } else if (planned.plan.kind == LaunchKind::kShards) {
     launch_shards(call, planned, place.stream);
   } else {
-    InPlaceLaunch launch(call, planned.plan, planned.call);
+    InPlaceLaunch in_place(call, planned.plan, planned.call);
     std::optional<RelaxedCapture> relaxed;  // the driver is asked about buffers
     if (place.capture != 0) relaxed.emplace();
-    allocations_.find_places(num_calls_, launch.buffers());
+    allocations_.find_places(num_calls_, in_place.buffers());
     if (planned.plan.kind == LaunchKind::kInPlace)
-      ++(launch.is_staged() ? traffic.num_staged : traffic.num_in_place);
-    launch.run([&](std::string_view kernel, unsigned num_blocks, KernelCall& kernel_call) {
+      ++(in_place.is_staged() ? traffic.num_staged : traffic.num_in_place);
+    in_place.run([&](std::string_view kernel, unsigned num_blocks, KernelCall& kernel_call) {
       kernels_.launch(kernel, num_blocks, kernel_call, place.stream);
     });
   }
-  ++num_calls_;
-  last_end_ = events_.record(place.stream);
-  running_.remember(this, RunningKernels::kCollective, last_end_, place);
-  watch_.record_launch();
   return traffic;
 }
 

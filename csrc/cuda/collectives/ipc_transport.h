@@ -31,13 +31,14 @@ class IpcTransport final : public DeviceTransport {
   /// Collective over the group, with the device's context current, in a relaxed capture mode: the
   /// first call of a group may be one that is captured. Throws Unavailable, Error. `limits` are
   /// those of a wait for another host. `report` is called from another thread with the error that
-  /// ended the group.
+  /// ended the group. `make_sums` makes NCCL's, where switches add, or null.
   IpcTransport(Communicator& communicator, DeviceOrdinal device, const WaitLimits& limits,
-               std::function<void(const std::string&)> report);
+               std::function<void(const std::string&)> report,
+               const std::function<std::unique_ptr<DeviceTransport>()>& make_sums);
   /// Waits for what was launched.
   ~IpcTransport() override;
 
-  const std::string& description() const override { return group_->description(); }
+  const std::string& description() const override { return description_; }
 
   void plan(Collective& call) const override;
   void check_messages(const std::vector<P2pMessage>& messages) const override;
@@ -47,14 +48,16 @@ class IpcTransport final : public DeviceTransport {
   void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
   std::shared_ptr<const Event> last_end() const override { return last_end_; }
   int ranks_per_device() const override { return group_->facts().max_ranks_per_device; }
-  bool finds_mismatches() const override { return true; }
+  std::vector<Outcome> take_outcomes() override;
+  bool finds_mismatches(const Collective& call) const override { return !is_for_sums(call); }
   /// Throws Error, std::invalid_argument.
   bool map(const void* data, std::size_t num_bytes) override;
   bool has_private_memory() const override { return allocations_.has_private_memory(); }
 
-  void abort() noexcept override { watch_.end_waits(); }
+  void abort() noexcept override;
   bool may_have_given_up() const noexcept override {
-    return __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0 ||
+    return (sums_ != nullptr && sums_->may_have_given_up()) ||
+           __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0 ||
            communicator_.group_state()->is_aborted(/*asks=*/false);
   }
 
@@ -63,6 +66,11 @@ class IpcTransport final : public DeviceTransport {
   GroupFrame frame() const;
   /// Valid until the next call of this function.
   PlannedCall& plan_call(const Collective& call, const HeaderWords& words);
+  bool is_for_sums(const Collective& call) const {
+    return sums_ != nullptr && is_sum_for_switches(communicator_.options(), call);
+  }
+  Traffic launch(const Collective& call, const HeaderWords& words, std::uint64_t number,
+                 const StreamPlace& place);
   void follow_peers();
   void launch_shards(const Collective& call, const PlannedCall& planned, StreamHandle stream);
   void launch_messages(std::vector<P2pMessage> messages, P2pCall& call, StreamHandle stream);
@@ -79,6 +87,8 @@ class IpcTransport final : public DeviceTransport {
   PlannedCall other_plan_;                    // of the last other call
   PeerAllocations allocations_;
   DeviceWatch watch_;
+  std::unique_ptr<DeviceTransport> sums_;  // may be null
+  std::string description_;
   std::uint64_t num_launches_ = 0;  // of kernels that run at once
   std::uint64_t num_calls_ = 0;     // of these, and of those that graphs have captured
   bool has_captured_ = false;

@@ -135,7 +135,16 @@ bool fits_two_rounds(const StagingLayout& layout, std::size_t num_bytes) {
   return num_bytes <= kMostPacketBytes && part_bytes(layout, num_bytes) <= capacity(layout, 2);
 }
 
+constexpr std::size_t kLeastSwitchBytes = std::size_t{1} << 20;
+
 }  // namespace
+
+bool is_sum_for_switches(const CommunicatorOptions& options, const Collective& call) {
+  return call.op == kAllReduce && call.reduction == Reduction::kSum &&
+         call.dtype >= DType::kFloat16 && call.num_bytes() >= kLeastSwitchBytes &&
+         call.algorithm == Algorithm::kAuto && options.algorithm == Algorithm::kAuto &&
+         !options.is_rank_ordered;
+}
 
 void plan_algorithm(const CommunicatorOptions& options, const StagingLayout& layout,
                     Collective& call) {

@@ -97,7 +97,7 @@ class MappedHostMemory {
 
 /// An allocation of another process, as that process knows it, or a piece.
 struct PeerAllocation {
-  std::uint64_t process = 0;  ///< random bits of it, not its pid
+  std::uint64_t process = 0;  ///< RankPlace's
   std::uint64_t id = 0;       ///< Allocation's
   DevicePtr base = 0;
   IpcMemHandle handle = {};   ///< of a piece: the text by which its file descriptor is fetched

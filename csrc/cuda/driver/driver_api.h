@@ -37,6 +37,7 @@ enum DeviceAttribute : int {
   kMultiprocessorCount = 16,
   kVirtualMemoryManagementSupported = 102,
   kHandleTypePosixFdSupported = 103,
+  kMulticastSupported = 132,
   kMpsEnabled = 133,
 };
 
