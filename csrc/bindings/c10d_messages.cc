@@ -11,15 +11,13 @@
 
 #include "bindings/devices.h"
 #include "bindings/python_errors.h"
+#include "communicator/records.h"
 #include "core/errors.h"
 
 namespace py = pybind11;
 
 namespace ringcomm {
 namespace {
-
-// ringcomm's timeout comes first and names the late rank; the backend's may end the process.
-constexpr std::chrono::seconds kGrace{60};
 
 // The first line is the cause; torch appends the place in its own code.
 std::string first_line(const char* text) {
@@ -166,8 +164,8 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(const std::string& name,
   try {
     return py::module_::import("ringcomm.message_backend")
         .attr("make")(name, store, key, rank, size,
-                      std::min(options.timeout, kLongestTimeout) + kGrace, options.group_name,
-                      options.global_ranks_in_group, goes_on)
+                      std::min(options.timeout, kLongestTimeout) + kBackendGrace,
+                      options.group_name, options.global_ranks_in_group, goes_on)
         .cast<c10::intrusive_ptr<c10d::Backend>>();
   } catch (std::exception& error) {
     if (in_vain != nullptr) std::rethrow_exception(in_vain);
@@ -201,16 +199,29 @@ c10::intrusive_ptr<c10d::Backend> make_device_backend(c10::Device device,
     if (const WaitStatus status = guard.check(); status != WaitStatus::kNone)
       communicator.failure().raise_stopped(status, missing.front(), activity);
   };
-  const py::gil_scoped_acquire acquired;
-  std::string name;
-  try {
-    name = py::module_::import("ringcomm.message_backend")
-               .attr("for_device")(options.engine.message_backend,
-                                   c10::DeviceTypeName(device.type(), /*lower_case=*/true))
-               .cast<std::string>();
-  } catch (const py::error_already_set& error) {
-    TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), py::str(error.value()).cast<std::string>());
-    throw;
+  std::string name, problem;
+  {
+    const py::gil_scoped_acquire acquired;
+    try {
+      name = py::module_::import("ringcomm.message_backend")
+                 .attr("for_device")(options.engine.message_backend,
+                                     c10::DeviceTypeName(device.type(), /*lower_case=*/true))
+                 .cast<std::string>();
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_ValueError)) throw;
+      problem = py::str(error.value()).cast<std::string>();
+    }
+  }
+  // Those that have one would wait for the others.
+  const WaitLimits limits{.timeout = std::min(options.timeout, kLongestTimeout),
+                          .is_interrupted = is_interrupted};
+  const auto names = RecordExchange(communicator, limits)
+                         .all_gather(RecordText<64>(problem.empty() ? name : "no backend"));
+  TORCH_CHECK_VALUE(problem.empty(), problem);
+  for (int rank = 0; rank < size; ++rank) {
+    const std::string other = names[static_cast<std::size_t>(rank)].str();
+    TORCH_CHECK_VALUE(other == name, "ringcomm: ", purpose, " go by ", name,
+                      " on this rank, but by ", other, " on rank ", rank);
   }
   return make_message_backend(name, store, communicator.group_state()->key(), communicator.rank(),
                               size, options, look, purpose);

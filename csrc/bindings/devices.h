@@ -87,6 +87,10 @@ class Devices {
 /// must end waits: Gloo's time-outs end all messages of a group. The backend is for these alone.
 std::unique_ptr<Messenger> messages_over(c10::intrusive_ptr<c10d::Backend> backend);
 
+/// By how much a backend's own timeout is longer than the group's: ringcomm's names the late rank,
+/// the backend's may end the process.
+inline constexpr std::chrono::seconds kBackendGrace{60};
+
 /// A new backend of torch.distributed for the messages of one group, created by
 /// ringcomm.message_backend. `purpose` is for error messages. Collective over the group; takes the
 /// GIL. Throws what `look` throws, and Error.
@@ -97,7 +101,7 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(const std::string& name,
                                                        const LookForRanks& look,
                                                        const std::string& purpose);
 /// That of the group's tensors on a device. A rank that cannot arrive ends the group. Throws Error,
-/// and ValueError if no backend supports the device.
+/// and ValueError on all ranks if no backend supports the device on one, or not the same one.
 c10::intrusive_ptr<c10d::Backend> make_device_backend(c10::Device device,
                                                       const c10::intrusive_ptr<c10d::Store>& store,
                                                       Communicator& communicator,

@@ -31,7 +31,7 @@ int num_wrong_sums(int rank, const std::string& folder) {
   Communicator communicator(store, rank, 2, {}, kBound);
   const auto transport = std::make_unique<cuda::IpcTransport>(
       communicator, 0, WaitLimits{.timeout = kBound, .is_interrupted = {}},
-      [](const std::string&) {});
+      [](const std::string&) {}, [] { return nullptr; });
   cuda::StreamHandle stream = nullptr;
   cuda::check(cuda::driver().stream_create(&stream, cuda::kStreamNonBlocking), "make a stream");
   cuda::DevicePtr address = 0;
@@ -46,7 +46,7 @@ int num_wrong_sums(int rank, const std::string& folder) {
     Collective call{{.num_elems = kNumElems, .op = OpKind::kAllReduce, .dtype = DType::kInt32},
                     &input,
                     &output};
-    transport->plan(call);
+    transport->plan(call, /*is_captured=*/false);
     transport->enqueue(call, cuda::StreamPlace::of(stream));
     cuda::check(cuda::driver().stream_synchronize(stream), "wait");
     communicator.failure().rethrow_if_any();

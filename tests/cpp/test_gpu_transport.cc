@@ -41,7 +41,7 @@ class Rank {
         guard_(0),
         transport_(std::make_unique<cuda::IpcTransport>(
             communicator, 0, WaitLimits{.timeout = timeout, .is_interrupted = {}},
-            [](const std::string&) {})) {
+            [](const std::string&) {}, [] { return nullptr; })) {
     cuda::check(cuda::driver().stream_create(&stream_, cuda::kStreamNonBlocking), "make a stream");
   }
   ~Rank() {
@@ -51,8 +51,11 @@ class Rank {
 
   void start(Collective call) {
     call.set_number(0, communicator_.world_size());
-    transport_->plan(call);
+    transport_->plan(call, /*is_captured=*/false);
     transport_->enqueue(call, cuda::StreamPlace::of(stream_));
+  }
+  void check_messages(const std::vector<cuda::P2pMessage>& messages) const {
+    transport_->check_messages(messages);
   }
   void finish() { cuda::check(cuda::driver().stream_synchronize(stream_), "wait"); }
   void run_case(const Case& c) {
@@ -83,6 +86,16 @@ TEST_CASE("gpu transport: every op on the emulated device") {
       for (const Case& c :
            CaseTable{.counts = {0, 77, 100'000}, .dtypes = {dtype}, .in_place = {false}}.of(2))
         if (reduces(c.op) == (dtype == DType::kFloat32)) rank.run_case(c);
+  });
+}
+
+TEST_CASE("gpu transport: a batch of messages that is too large is refused") {
+  use_emulator();
+  run_ranks(2, [](Communicator& communicator) {
+    const Rank rank(communicator);
+    std::byte byte{};
+    const std::vector<cuda::P2pMessage> messages(97, {&byte, 1, 0, 1, true});
+    CHECK_THROWS_WITH(rank.check_messages(messages), doctest::Contains("at most 96, got 97"));
   });
 }
 

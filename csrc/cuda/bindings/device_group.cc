@@ -50,9 +50,12 @@ TransportPtr make_ipc_transport(const c10::intrusive_ptr<c10d::Store>& store,
   const std::string name = "ringcomm: group " + options.group_name;
   const auto make_sums = [&]() -> TransportPtr {
     try {
-      return make_message_device_transport(store, communicator, options, device);
-    } catch (const c10::ValueError&) {
-      return nullptr;  // on all ranks: this torch has no NCCL
+      return make_message_device_transport(store, communicator, options, device,
+                                           cuda::kLeastSwitchBytes);
+    } catch (const std::exception& error) {
+      communicator.failure().rethrow_if_any();
+      LOG(WARNING) << name << ": sums stay with ringcomm's kernels: " << error.what();
+      return nullptr;
     }
   };
   try {
@@ -130,7 +133,8 @@ TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device
   if (transport == nullptr) {
     not_by = "not by cuda_ipc: " + reason;
     try {
-      transport = make_message_device_transport(store_, communicator, *options_, device);
+      transport =
+          make_message_device_transport(store_, communicator, *options_, device, /*sum_bytes=*/0);
     } catch (c10::Error& error) {
       error.add_context(not_by);
       throw;
@@ -159,7 +163,7 @@ bool DeviceGroup::map(c10::Device device, const void* data, std::size_t num_byte
 }
 
 Algorithm DeviceGroup::algorithm_of(Collective call, c10::Device device) {
-  transport(device).plan(call);
+  transport(device).plan(call, /*is_captured=*/false);
   return call.algorithm;
 }
 
@@ -299,7 +303,7 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
   const std::shared_ptr<Communicator> engine = communicator();
   engine->issue(call);
   if (world_size_ > 1 &&
-      !transport.finds_mismatches(call)) {  // before a refusal: others may not refuse
+      !transport.finds_mismatches()) {  // before a refusal: others may not refuse
     check_header(*engine, call, options_->timeout, [weak = weak_from_this()](bool has_failed) {
       const auto group = weak.lock();
       if (group == nullptr) return;
@@ -308,7 +312,7 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
     });
     ++num_checks_;
   }
-  transport.plan(call);
+  transport.plan(call, place.capture != 0);
   recorded_.push_back(engine->record_on_device(recorder::event_of(call, 0)));
   ending_on_failure([&] { return describe(call); },
                     [&] {
@@ -330,8 +334,8 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
   const c10::Stream stream = is_async ? own_stream(device, peer) : home;
   const c10::StreamGuard guard(stream);
   const DeviceContext context(device);
+  cuda::DeviceTransport& used = transport_of_call(device);  // before the stream may be captured
   if (stream != home) DeviceEvent::record(home).block(stream);
-  cuda::DeviceTransport& used = transport_of_call(device);
   cuda::StreamPlace place;
   if (has_driver_for(device)) place = cuda::StreamPlace::of(handle_of(stream));
   // Nothing can be launched in it, on this rank alone: the group goes on.
@@ -395,7 +399,7 @@ WorkPtr DeviceGroup::start(c10::Device device, const CallInfo& info, std::vector
                       [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
                         for (const TensorCall& item : calls) {  // all are refused, or none
                           Collective planned = item.call;
-                          if (calls.size() > 1) transport.plan(planned);
+                          if (calls.size() > 1) transport.plan(planned, place.capture != 0);
                         }
                         for (const TensorCall& item : calls)
                           run(item.call, transport, place, item.finish);

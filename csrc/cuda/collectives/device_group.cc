@@ -18,9 +18,6 @@
 namespace ringcomm::cuda {
 namespace {
 
-// With fewer, ranks send no fewer bytes through a switch that adds than to each other.
-constexpr int kLeastRanksOfSwitches = 4;
-
 // The signature that every rank writes into its own part and checks in the others'.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
 
@@ -83,6 +80,7 @@ std::string DeviceGroup::describe() const {
   return "cuda_ipc by file descriptors: " + std::to_string(facts_.max_ranks_per_device) +
          " ranks on a GPU, " + std::to_string(staging_.layout.num_blocks) + " blocks that wait, " +
          std::to_string(staging_.layout.num_bytes() >> 20) + " MiB of staging each" +
+         (facts_.has_switches ? ", switches that add" : "") +
          (has_few_queues ? std::string(", ") + kFewQueues : "");
 }
 
@@ -133,8 +131,8 @@ void DeviceGroup::read_facts() {
     facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
     facts_.free_bytes = std::min(facts_.free_bytes, place.free_bytes);
   }
-  facts_.has_switches = facts_.world_size >= kLeastRanksOfSwitches &&
-                        facts_.max_ranks_per_device == 1 &&
+  // Three ranks send as many bytes through a switch that adds as to each other.
+  facts_.has_switches = facts_.world_size > 3 && facts_.max_ranks_per_device == 1 &&
                         std::ranges::all_of(places_, &RankPlace::has_multicast);
   // All ranks take as many blocks as the one that has the fewest left.
   const int share =

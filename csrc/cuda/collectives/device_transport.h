@@ -30,8 +30,9 @@ class DeviceTransport {
 
   /// "cuda_ipc ...", "messages over nccl"
   virtual const std::string& description() const = 0;
-  /// Sets the call's algorithm from values that are equal on all ranks.
-  virtual void plan(Collective& call) const = 0;
+  /// Sets the call's algorithm from values that are equal on all ranks; a call that a graph
+  /// captures may have another one.
+  virtual void plan(Collective& call, bool is_captured) const = 0;
 
   /// Throw std::invalid_argument for what cannot be enqueued; the group goes on then.
   virtual void check_messages(const std::vector<P2pMessage>&) const {}
@@ -48,8 +49,8 @@ class DeviceTransport {
   /// Of what was enqueued since the last call of this function and can fail by itself.
   virtual std::vector<Outcome> take_outcomes() { return {}; }
 
-  /// Whether the call's data has headers, so that kernels detect different calls.
-  virtual bool finds_mismatches(const Collective&) const { return false; }
+  /// Whether its data has headers, so that kernels detect different calls.
+  virtual bool finds_mismatches() const { return false; }
 
   /// How many ranks share a device at most; 0 where ranks do not access each other's memory.
   virtual int ranks_per_device() const { return 0; }

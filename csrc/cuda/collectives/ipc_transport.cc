@@ -20,12 +20,14 @@ IpcTransport::IpcTransport(Communicator& communicator, DeviceOrdinal device,
       events_(EventPool::of(device)),
       running_(RunningKernels::of(device)),
       allocations_(exchange_, *group_),
-      watch_(communicator, group_->control(), group_->words(), limits.timeout, std::move(report),
-             [this] { allocations_.look(); }),
       sums_(group_->facts().has_switches ? make_sums() : nullptr),
-      description_(group_->description()) {
-  if (sums_ != nullptr) description_ += ", float sums of 1 MiB and more by " + sums_->description();
-}
+      watch_(
+          communicator, group_->control(), group_->words(), limits.timeout,
+          [this, report = std::move(report)](const std::string& error) {
+            if (sums_ != nullptr) sums_->abort();
+            report(error);
+          },
+          [this] { allocations_.look(); }) {}
 
 IpcTransport::~IpcTransport() {
   try {
@@ -40,18 +42,16 @@ IpcTransport::~IpcTransport() {
   }
 }
 
-void IpcTransport::abort() noexcept {
-  watch_.end_waits();
-  if (sums_ != nullptr) sums_->abort();
-}
-
-std::vector<DeviceTransport::Outcome> IpcTransport::take_outcomes() {
-  return sums_ != nullptr ? sums_->take_outcomes() : std::vector<Outcome>{};
-}
-
-void IpcTransport::plan(Collective& call) const {
-  if (is_for_sums(call)) return sums_->plan(call);
-  plan_algorithm(communicator_.options(), group_->staging().layout, call);
+// A graph's calls stay with the kernels: NCCL's abort would wait for its end. So do integers, and
+// averages, which switches do not have.
+void IpcTransport::plan(Collective& call, bool is_captured) const {
+  const CommunicatorOptions& options = communicator_.options();
+  if (sums_ != nullptr && !is_captured && call.op == OpKind::kAllReduce &&
+      call.reduction == Reduction::kSum && call.dtype >= DType::kFloat16 &&
+      call.num_bytes() >= kLeastSwitchBytes && call.algorithm == Algorithm::kAuto &&
+      options.algorithm == Algorithm::kAuto && !options.is_rank_ordered)
+    return sums_->plan(call, is_captured);
+  plan_algorithm(options, group_->staging().layout, call);
 }
 
 GroupFrame IpcTransport::frame() const {
@@ -71,7 +71,10 @@ void IpcTransport::check_messages(const std::vector<P2pMessage>& messages) const
     throw std::invalid_argument(
         "the GPU has no room for kernels that wait for messages of so many ranks; use all_to_all, "
         "or a group of fewer ranks on a GPU");
-  check_batch(messages);
+  if (messages.size() > P2pCall::kMaxMessages)
+    throw std::invalid_argument("a batch of sends and receives on a GPU must have at most " +
+                                std::to_string(P2pCall::kMaxMessages) + ", got " +
+                                std::to_string(messages.size()) + "; split it");
 }
 
 bool IpcTransport::map(const void* data, std::size_t num_bytes) {
@@ -121,9 +124,9 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
   } else {
     record_capture();
   }
-  const bool is_for_sums = call.op == OpKind::kAllReduce && call.algorithm == Algorithm::kDirect;
-  const Traffic traffic =
-      is_for_sums ? sums_->enqueue(call, place) : launch(call, words, number, place);
+  Traffic traffic = launch(call, words, number, place);
+  if (call.op == OpKind::kAllReduce && call.algorithm == Algorithm::kDirect)
+    traffic = sums_->enqueue(call, place);  // behind the rendezvous
   ++num_calls_;
   last_end_ = events_.record(place.stream);
   running_.remember(this, RunningKernels::kCollective, last_end_, place);

@@ -38,9 +38,9 @@ class IpcTransport final : public DeviceTransport {
   /// Waits for what was launched.
   ~IpcTransport() override;
 
-  const std::string& description() const override { return description_; }
+  const std::string& description() const override { return group_->description(); }
 
-  void plan(Collective& call) const override;
+  void plan(Collective& call, bool is_captured) const override;
   void check_messages(const std::vector<P2pMessage>& messages) const override;
   void set_timeout(std::chrono::milliseconds timeout) override;
   Traffic enqueue(const Collective& call, const StreamPlace& place) override;
@@ -48,13 +48,18 @@ class IpcTransport final : public DeviceTransport {
   void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
   std::shared_ptr<const Event> last_end() const override { return last_end_; }
   int ranks_per_device() const override { return group_->facts().max_ranks_per_device; }
-  std::vector<Outcome> take_outcomes() override;
-  bool finds_mismatches(const Collective& call) const override { return !is_for_sums(call); }
+  std::vector<Outcome> take_outcomes() override {
+    return sums_ != nullptr ? sums_->take_outcomes() : std::vector<Outcome>{};
+  }
+  bool finds_mismatches() const override { return true; }
   /// Throws Error, std::invalid_argument.
   bool map(const void* data, std::size_t num_bytes) override;
   bool has_private_memory() const override { return allocations_.has_private_memory(); }
 
-  void abort() noexcept override;
+  void abort() noexcept override {
+    watch_.end_waits();
+    if (sums_ != nullptr) sums_->abort();
+  }
   bool may_have_given_up() const noexcept override {
     return (sums_ != nullptr && sums_->may_have_given_up()) ||
            __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0 ||
@@ -66,9 +71,6 @@ class IpcTransport final : public DeviceTransport {
   GroupFrame frame() const;
   /// Valid until the next call of this function.
   PlannedCall& plan_call(const Collective& call, const HeaderWords& words);
-  bool is_for_sums(const Collective& call) const {
-    return sums_ != nullptr && is_sum_for_switches(communicator_.options(), call);
-  }
   Traffic launch(const Collective& call, const HeaderWords& words, std::uint64_t number,
                  const StreamPlace& place);
   void follow_peers();
@@ -86,9 +88,8 @@ class IpcTransport final : public DeviceTransport {
   std::map<HeaderWords, PlannedCall> plans_;  // of all_reduces
   PlannedCall other_plan_;                    // of the last other call
   PeerAllocations allocations_;
+  std::unique_ptr<DeviceTransport> sums_;  // NCCL's; may be null
   DeviceWatch watch_;
-  std::unique_ptr<DeviceTransport> sums_;  // may be null
-  std::string description_;
   std::uint64_t num_launches_ = 0;  // of kernels that run at once
   std::uint64_t num_calls_ = 0;     // of these, and of those that graphs have captured
   bool has_captured_ = false;

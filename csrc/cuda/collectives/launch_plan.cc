@@ -135,16 +135,7 @@ bool fits_two_rounds(const StagingLayout& layout, std::size_t num_bytes) {
   return num_bytes <= kMostPacketBytes && part_bytes(layout, num_bytes) <= capacity(layout, 2);
 }
 
-constexpr std::size_t kLeastSwitchBytes = std::size_t{1} << 20;
-
 }  // namespace
-
-bool is_sum_for_switches(const CommunicatorOptions& options, const Collective& call) {
-  return call.op == kAllReduce && call.reduction == Reduction::kSum &&
-         call.dtype >= DType::kFloat16 && call.num_bytes() >= kLeastSwitchBytes &&
-         call.algorithm == Algorithm::kAuto && options.algorithm == Algorithm::kAuto &&
-         !options.is_rank_ordered;
-}
 
 void plan_algorithm(const CommunicatorOptions& options, const StagingLayout& layout,
                     Collective& call) {
@@ -285,6 +276,10 @@ void plan_packets(std::size_t longest_bytes, KernelCall& kernel_call, LaunchPlan
 
 void plan_all_reduce(const Collective& call, int num_multiprocessors, KernelCall& kernel_call,
                      LaunchPlan& plan, const std::string& suffix) {
+  if (call.algorithm == Algorithm::kDirect) {  // another library's, behind a rendezvous
+    plan.kernel = "ringcomm_move_packets";
+    return plan_packets(0, kernel_call, plan);
+  }
   const StagingLayout& layout = kernel_call.staging.layout;
   const bool is_short =
       call.algorithm == Algorithm::kTwoShot && fits_two_rounds(layout, call.num_bytes());

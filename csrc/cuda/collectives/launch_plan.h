@@ -16,7 +16,7 @@ struct DeviceFacts {
   int world_size = 1;
   int max_ranks_per_device = 1;  ///< of this group
   int min_multiprocessors = 1;   ///< of any of the devices
-  bool has_switches = false;     ///< which add what GPUs write, for NCCL
+  bool has_switches = false;     ///< each rank has a GPU, and all are on switches that can add
   /// Blocks that may wait for other ranks (WaitingBlocks) that each rank has left.
   int free_blocks = std::numeric_limits<int>::max();
   std::uint64_t free_bytes = std::numeric_limits<std::uint64_t>::max();  ///< of the fullest device
@@ -63,9 +63,9 @@ struct LaunchPlan {
   std::uint64_t input_stride = 0, output_stride = 0, outputs_offset = 0;
 };
 
-/// Whether a call goes to NCCL where the ranks' GPUs have switches that add: they round in another
-/// order, but a rank sends (N + 1) / N of the bytes instead of 2 (N - 1) / N.
-bool is_sum_for_switches(const CommunicatorOptions& options, const Collective& call);
+/// Where GPUs' switches add, all_reduces from this size on go to NCCL: a rank sends (N + 1) / N of
+/// the bytes instead of 2 (N - 1) / N. For 8 ranks this saves 12 µs at 450 GB/s, for 4 a third.
+inline constexpr std::size_t kLeastSwitchBytes = std::size_t{8} << 20;
 
 /// Sets the algorithm.
 void plan_algorithm(const CommunicatorOptions& options, const StagingLayout& layout,

@@ -96,13 +96,6 @@ void InPlaceLaunch::run(const Launch& launch) {
 
 // ---- messages
 
-void check_batch(const std::vector<P2pMessage>& messages) {
-  if (messages.size() > P2pCall::kMaxMessages)
-    throw std::invalid_argument("a batch of sends and receives on a GPU must have at most " +
-                                std::to_string(P2pCall::kMaxMessages) + ", got " +
-                                std::to_string(messages.size()) + "; split it");
-}
-
 bool take_launch(std::vector<P2pMessage>& messages, P2pCall& call) {
   if (messages.empty()) return false;
   const auto lane_of = [](const P2pMessage& message) {  // to one rank, or from one

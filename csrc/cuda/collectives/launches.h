@@ -64,11 +64,8 @@ class InPlaceLaunch {
   std::vector<PeerBuffer> buffers_;
 };
 
-/// Throws std::invalid_argument where a batch of messages is too large for a kernel.
-void check_batch(const std::vector<P2pMessage>& messages);
-/// Takes the messages of one launch out of a batch that has passed check_batch(), and sets the
-/// call's messages and lanes: those of a lane up to the eighth that is longer than a slot. False if
-/// none are left.
+/// Takes the messages of one launch out of at most P2pCall::kMaxMessages; sets the call's messages
+/// and lanes: those of a lane up to the eighth that is longer than a slot. False if none are left.
 bool take_launch(std::vector<P2pMessage>& messages, P2pCall& call);
 /// This rank's messages in a call of LaunchKind::kShards.
 std::vector<P2pMessage> shards_of(const Collective& call, const KernelCall& kernel_call);

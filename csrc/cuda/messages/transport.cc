@@ -87,20 +87,25 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     });
   }
 
-  // Uses what NCCL connects at its first use, when it blocks the host. Collective.
-  void connect() {
+  // Uses what NCCL connects at its first use, when it blocks the host. Collective. With `sum_bytes`
+  // sums only, in which no kernel of other calls finds out that a rank has died.
+  void connect(std::size_t sum_bytes) {
     if (backend_ == nullptr) return;
-    watch(std::nullopt, false);
-    const auto places = new_array(2 * static_cast<std::size_t>(world_size_), at::kByte).chunk(2);
-    std::vector<at::Tensor> from = places[0].split(1), to = places[1].split(1), one{to[0]};
+    sum_bytes > 0 ? watch_->stay_awake() : watch(std::nullopt, false);
+    const auto num_bytes = std::max(sum_bytes, 2 * static_cast<std::size_t>(world_size_));
+    const at::Tensor all = new_array(num_bytes, at::kByte).zero_();
+    std::vector<at::Tensor> one{sum_bytes > 0 ? all.view(at::kFloat) : all};
+    wait(backend().allreduce(one));
+    if (sum_bytes > 0) return;
+    const auto places = all.chunk(2);
+    std::vector<at::Tensor> from = places[0].split(1), to = places[1].split(1);
     wait(backend().alltoall(to, from));
     wait(backend().broadcast(one));
-    wait(backend().allreduce(one));
   }
 
   const std::string& description() const override { return description_; }
 
-  void plan(Collective& call) const override {
+  void plan(Collective& call, bool) const override {
     if (call.op == OpKind::kReduceUpdateGather) update_kernels(device_);  // or throws
     if (call.algorithm == Algorithm::kAuto) call.algorithm = options_.algorithm;
     const bool is_ring =
@@ -121,7 +126,10 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
              "adds in an order of its own; reduce a copy on the CPU, or leave the option out");
   }
 
-  void set_timeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void set_timeout(std::chrono::milliseconds timeout) override {
+    if (timeout_.exchange(timeout) != timeout && backend_ != nullptr)
+      error_of([&] { backend_->setTimeout(timeout + kBackendGrace); });  // some have none
+  }
 
   Traffic enqueue(const Collective& call, const cuda::StreamPlace& place) override {
     const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd
@@ -436,13 +444,13 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
 
 std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
     const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
-    const GroupOptions& options, c10::Device device) {
+    const GroupOptions& options, c10::Device device, std::size_t sum_bytes) {
   auto made = std::make_unique<MessageDeviceTransport>(
       communicator.world_size() > 1 ? make_device_backend(device, store, communicator, options)
                                     : nullptr,
       communicator, options, device);
   try {
-    made->connect();
+    made->connect(sum_bytes);
   } catch (...) {
     made->abort();
     throw;

@@ -13,9 +13,10 @@ namespace ringcomm {
 
 /// Collectives of device tensors over another backend, which ringcomm.message_backend chooses, for
 /// ranks that cannot map each other's memory. Takes every group. Collective over it; takes the GIL.
-/// Throws Error, and ValueError if no backend supports the device.
+/// With `sum_bytes`, for float sums of so many bytes and more beside another transport. Throws
+/// Error, and ValueError if no backend supports the device.
 std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
     const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
-    const GroupOptions& options, c10::Device device);
+    const GroupOptions& options, c10::Device device, std::size_t sum_bytes);
 
 }  // namespace ringcomm
