@@ -1,4 +1,4 @@
-"""Agreement of the ranks on the weights that a backward pass reduces, before the first reduction.
+"""The ranks that share a weight agree on its gradient, before the first reduction of a pass.
 
 A weight may get a gradient on some ranks only. Without an agreement the ranks would call different
 collectives, or average gradients of different weights.
@@ -6,25 +6,79 @@ collectives, or average gradients of different weights.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcomm.backward_pass import current_pass
+from ringcomm.backward_pass import current_pass, will_run
+from ringcomm.optim.gradient_use import GradientUse
+from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.flat_collectives import fuses_updates, largest_of
 from ringcomm.parallel.gradient_placeholder import check_same_gradients, progress
-from ringcomm.torch_names import devices_of
+from ringcomm.torch_names import devices_of, without_torch_function
 
 
-def _coming(slots: Iterable[Slot], arrived: Slot | None) -> set[Slot]:
-    """The weights whose gradient this backward pass will still produce after `arrived`, if any."""
-    if arrived is None:
-        return set()
-    current = current_pass()
-    return {slot for slot in slots if slot is not arrived and slot.will_come(current)}
+class _Forecast:
+    """Predicts which gradients the current backward pass will still produce."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._slots = list(slots)
+        self._nodes: dict[Slot, tuple[Any, Any]] = {}  # of the parameter at a place
+
+    def after(self, arrived: Slot | None) -> set[Slot]:
+        """The weights with a gradient after that of `arrived`; none outside of a backward pass."""
+        if arrived is None:
+            return set()
+        current = current_pass()
+        return {s for s in self._slots if s is not arrived and self._comes(s, current)}
+
+    def _comes(self, slot: Slot, current: int | None) -> bool:
+        if slot.first_runs or (slot.has_plain_use and slot.total is not None):
+            return True
+        whole = slot.whole
+        if slot.arrived_in == current or not whole.requires_grad:
+            return False
+        place = id(whole), whole.dtype, whole.device  # a weight that moves gets a new node
+        known, node = self._nodes.get(slot, (None, None))
+        if known != place:
+            with without_torch_function():
+                node = torch.autograd.graph.get_gradient_edge(whole).node
+            self._nodes[slot] = place, node
+        return will_run(node)
+
+
+class Alone:
+    """Weights whose gradients this rank has alone, or which fully_shard has reduced.
+
+    Attributes:
+        is_checked: whether a gradient of this pass was seen to be finite.
+    """
+
+    def __init__(self, slots: list[Slot], use: GradientUse) -> None:
+        self._slots, self._use = slots, use
+        for slot in slots:
+            slot.reducer = weakref.proxy(self)
+        self.is_checked = False
+
+    def take_turn(self, slot: Slot) -> None:
+        """Uses a gradient at once if it is complete."""
+        if slot.is_complete:
+            self._use_gradient_of(slot)
+
+    def end_pass(self) -> None:
+        """Uses the gradients that wait: of micro-batches or segments that did not come."""
+        for slot in self._slots:
+            if slot.has_grad:
+                self._use_gradient_of(slot)
+
+    def _use_gradient_of(self, slot: Slot) -> None:
+        gradient = slot.take(is_spent=self._use.spends)
+        if gradient is not None:
+            self._use.consume(slot, gradient)
 
 
 class Replicas:
@@ -41,36 +95,44 @@ class Replicas:
         was_told: whether agree() has raised here because of another rank, which then waits no more.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slots: list[Slot], overlap: bool | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        slots: list[Slot],
+        use: GradientUse,
+        *,
+        overlap: bool | None,
+        waits_for_step: bool,
+    ) -> None:
         on_cpu = slots[0].param.device.type == "cpu"  # where no core is free for it
-        self._group, self.slots = group, slots
+        self._group, self.slots, self._use = group, slots, use
         self._overlap = not on_cpu if overlap is None else overlap
         self._may_fuse = overlap is not True
+        self._waits_for_step = waits_for_step
+        # The group's name for the operator that reduces, updates and gathers; "" for its parts.
         self._one_pass_names: dict[torch.device, str] = {}
         for slot in slots:
-            slot.replicas = weakref.proxy(self)
+            slot.reducer = weakref.proxy(self)
         self.is_checked = self.was_told = False
         self._order: list[int] = []  # indices of slots; rank 0's counts
         self._arrived: list[int] = []
         self._to_reduce: deque[Slot] = deque()  # of this pass
         self._awaited: set[Slot] = set()
-        # The reduction in progress: the gradient, and the callback for its mean.
-        self._pending: tuple[dist.Work, Tensor, Callable[[Tensor], None]] | None = None
-
-    def one_pass_name(self, device: torch.device) -> str:
-        """The group's name for the operator that reduces, updates and gathers; "" for its parts."""
-        if device not in self._one_pass_names:  # asked at every gradient
-            kinds = [kind.type for kind in devices_of(self._group)]
-            is_one = device.type in kinds and self._may_fuse and fuses_updates(self._group, device)
-            self._one_pass_names[device] = self._group.group_name if is_one else ""
-        return self._one_pass_names[device]
+        self._forecast = _Forecast(slots)
+        self._pending: tuple[dist.Work, Slot, Tensor] | None = None  # the reduction in progress
 
     # ---- turns
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all reductions of the pass are done."""
-        return not self._to_reduce
+    def take_turn(self, slot: Slot) -> None:
+        """Reduces a weight whose gradient has arrived when it is its turn, and all up to it."""
+        if slot in self._awaited:
+            self._awaited.remove(slot)
+            self._arrived.append(slot.index)
+        elif self._waits_for_step or not slot.is_complete or self._to_reduce:
+            return  # a later gradient of this pass ends its step, or step() does
+        else:
+            self.agree(slot)
+        self.take_turns()
 
     def agree(self, arrived: Slot | None, fails: bool = False) -> bool:
         """Selects the weights that have a gradient on any rank; whether any is in a backward pass.
@@ -87,7 +149,7 @@ class Replicas:
         if self._order[: len(self._arrived)] != self._arrived:
             moved = set(self._arrived)
             self._order = self._arrived + [i for i in self._order if i not in moved]
-        self._awaited = _coming(slots, arrived)
+        self._awaited = self._forecast.after(arrived)
         has = [int(slot in self._awaited or slot.has_grad) for slot in slots]
         positions = [0] * len(slots)
         if self._group.rank() == 0:
@@ -104,41 +166,59 @@ class Replicas:
         union = [slot for slot in slots if found[slot.index]]
         self._to_reduce = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]
+        for slot in self._to_reduce:
+            device = slot.param.device
+            if device not in self._one_pass_names:
+                kinds = [kind.type for kind in devices_of(self._group)]
+                is_one = device.type in kinds and self._may_fuse
+                is_one = is_one and fuses_updates(self._group, device)
+                self._one_pass_names[device] = self._group.group_name if is_one else ""
         self.is_checked = False
         return found[-1] > 0
 
-    def note_arrival(self, slot: Slot) -> bool:
-        """Notes this rank's gradient; returns whether the pass awaited it."""
-        if slot not in self._awaited:
-            return False
-        self._awaited.remove(slot)
-        self._arrived.append(slot.index)
-        return True
-
-    def take_ready(self, *, all_of_them: bool) -> Iterator[Slot]:
-        """Removes and yields weights in order, up to the first whose gradient is missing."""
+    def take_turns(self, *, all_of_them: bool = False) -> None:
+        """Reduces weights in order, up to the first whose gradient is missing, or all of them."""
         while self._to_reduce and (all_of_them or self._to_reduce[0] not in self._awaited):
             slot = self._to_reduce.popleft()
             self._awaited.discard(slot)
-            yield slot
+            slot.num_arrived = slot.num_parts
+            self._reduce(slot, slot.take(is_spent=self._use.spends))
+
+    def end_pass(self) -> None:
+        """Takes part in the reductions of passes that other ranks make. Collective."""
+        self.take_turns(all_of_them=True)
+        while self.agree(None):
+            self.take_turns(all_of_them=True)
+        self.take_turns(all_of_them=True)
+        self.drain()
 
     # ---- reductions
 
-    def average(self, grad: Tensor, done: Callable[[Tensor], None]) -> None:
-        """Calls `done` with the mean of all ranks' `grad`, with equal bits. Collective."""
+    def _reduce(self, slot: Slot, gradient: Gradient | None) -> None:
+        """Completes a weight by the mean of all ranks, with equal bits. Collective.
+
+        `gradient` is None for a weight with a gradient on other ranks only.
+        """
+        found = torch.zeros_like(slot.param) if gradient is None else gradient.dense()
+        grad = found.to(slot.grad_dtype)
+        name = self._one_pass_names[slot.param.device]
+        if name:
+            self.drain()  # of the first gradient, which is looked at alone
+            if self._use.consume_in_one_pass(name, slot, grad):
+                return
         work = dist.all_reduce(grad, dist.ReduceOp.AVG, self._group, async_op=self._overlap)
         self.drain()
         if self._overlap:
-            self._pending = work, grad, done
+            self._pending = work, slot, grad
         else:
-            done(grad)
+            self._use.consume(slot, Gradient(grad))
 
     def drain(self) -> None:
         """Returns when no reduction is in progress."""
         if self._pending is not None:
-            (work, grad, done), self._pending = self._pending, None
+            (work, slot, grad), self._pending = self._pending, None
             work.wait()
-            done(grad)
+            self._use.consume(slot, Gradient(grad))
 
     def forget(self) -> None:
         """Before a step, or the second of two passes; after a pass that raised, drops its rest."""
@@ -156,7 +236,7 @@ class SameWeights:
 
     def __init__(self, slots: list[Slot]) -> None:
         """Slots are those of a mesh, whose ranks shard the weights."""
-        self._slots = slots
+        self._slots, self._forecast = slots, _Forecast(slots)
         self._expected: set[Slot] = set()
         self.has_agreed = False
 
@@ -173,7 +253,7 @@ class SameWeights:
         Raises RuntimeError on all ranks if they differ; nothing has been written in this pass.
         Collective.
         """
-        self._expected = _coming(self._slots, arrived)
+        self._expected = self._forecast.after(arrived)
         current = current_pass()
         mine = {
             slot.name: progress(

@@ -53,7 +53,7 @@ class Handle:
         self._uses.setdefault(current_pass(), []).append(self._gradient(given, grad_out))
         return None
 
-    def take(self, name: str) -> Gradient | None:
+    def take_factors(self, name: str) -> Gradient | None:
         """The sum of the uses in this backward pass; None without one. `name` is the weight's.
 
         Raises RuntimeError if their tensors were modified in place.

@@ -3,8 +3,7 @@
 "The path of a gradient" in docs/design/optim.md has it as a table.
 """
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -12,57 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcomm.backward_pass import (
-    BackwardPass,
-    OpenPasses,
-    current_pass,
-    in_backward,
-    keeps_graph,
-)
-from ringcomm.optim.agreements import Replicas, SameWeights
-from ringcomm.optim.gradients import Gradient, StepFacts, exact
-from ringcomm.optim.options import StepOptions
+from ringcomm.backward_pass import BackwardPass, OpenPasses, current_pass, keeps_graph
+from ringcomm.optim.agreements import Alone, Replicas, SameWeights
+from ringcomm.optim.gradient_use import GradientUse
 from ringcomm.optim.slot import Groups, Slot, roots_of_pass, running_functions
-from ringcomm.parallel.clip import LossScale, clip_factor
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.model.cut import Axes
-from ringcomm.torch_names import clones_saved_tensors, storage_id
+from ringcomm.torch_names import clones_saved_tensors
 
 
 class GradientPath:
-    """The state of all weights of an optimizer within a step.
+    """The gradients of all weights of an optimizer within a step.
 
     Attributes:
         slots: the weights, in the order of the parameter groups.
         replicas: the groups over which gradients are averaged, in the order of all ranks.
-        axes: the axes over which norms are summed.
-        loss_scale: None where losses are not scaled.
-        is_scaled: whether this step's loss was.
-        waits_for_step: whether replicas reduce in step() only, because a micro-batch has several
-            backward passes, or because ranks wait in them for each other's tokens.
-        grad_norm: of the last step that computed it.
+        alone: the other weights.
     """
 
-    _facts: StepFacts
-    _has_gradient: bool  # whether this step has a reduced gradient, so that step() ends it
-    _has_overflow: bool
     _updated: list[str]  # weights, when the last backward pass ended
 
-    def __init__(self, optimizer: Any, options: StepOptions) -> None:
-        """`optimizer` writes the weights: a weak proxy of the InBackwardOptimizer."""
-        self._optimizer, self._options = optimizer, options
-        self._mode, self._num_parts = options.mode, options.accumulation_steps
+    def __init__(self, use: GradientUse) -> None:
+        self._use = use
         self.slots: list[Slot] = []
         self.replicas: list[Replicas] = []
+        self.alone = Alone([], use)
         self._same: dict[Groups, SameWeights] = {}
-        self.axes = Axes({}, (), None)
-        self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
-        self.grad_norm: float | None = None
-        self.waits_for_step = False
         self._passes: OpenPasses[bool] = OpenPasses()  # with a gradient; whether they are nested
-        self.is_checked = False  # whether a gradient of this pass was seen to be finite
-        self._phase = "plain"  # of a backward() with two passes: "facts", then "update"
-        self._factor = 1.0  # of gradients that are applied in the backward pass
         self._forget_gradients()
 
     def watch_shards(self) -> None:
@@ -70,38 +44,16 @@ class GradientPath:
         for peers in {slot.peers: None for slot in self.slots if slot.peers}:
             self._same[peers] = SameWeights([s for s in self.slots if s.peers == peers])
 
-    @property
-    def scale(self) -> float:
-        """The factor that gradients already have."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
-
     # ---- arriving
 
     def arrived(self, slot: Slot) -> None:
         """Autograd has run all of a backward pass that leads to the parameter."""
         with exact(slot.param.device):
             is_nested = self._enter_pass()
-            slot.see_dropped()
-            gradient = None if slot.handle is None else slot.handle.take(slot.name)
-            is_new = slot.collect()
-            if gradient is None and not is_new:
-                return  # a function has returned None, or the weight is frozen now
-            awaits_more = slot.note_arrival(is_nested=is_nested)
-            if not awaits_more:
-                self._check_step()
-                slot.count(self._num_parts)
-            is_last = not awaits_more and slot.num_arrived == self._num_parts
-            if gradient is not None:
-                if is_last and not slot.has_grad:
-                    self._complete(slot, gradient)
-                    return
-                slot.add(gradient.dense())  # micro-batches, or uses that autograd sees
-            if not is_last and not awaits_more:
-                slot.mark(is_spent=False)
-            if slot.replicas is not None and not awaits_more:
-                self._arrived_on_replica(slot.replicas, slot)
-            elif is_last:
-                self._complete_what_is_left([slot])
+            factors = None if slot.handle is None else slot.handle.take_factors(slot.name)
+            if slot.note_arrival(factors, is_nested=is_nested):
+                self._use.check_step()
+                slot.reducer.take_turn(slot)
 
     def whole_arrived(self, slot: Slot) -> None:
         """Autograd has made a full gradient, which fully_shard will reduce."""
@@ -142,7 +94,7 @@ class GradientPath:
                 if root.grad_fn is not None:
                     root.grad_fn.register_prehook(again)
         is_nested = running_functions()[1] is not None or bool(self._passes)
-        self.is_checked = self.is_checked and is_nested
+        self.alone.is_checked = self.alone.is_checked and is_nested
         return is_nested
 
     def _runs_again(self, before: BackwardPass, _: Any) -> None:
@@ -154,89 +106,10 @@ class GradientPath:
         """Expected gradients that are missing count as zeros."""
         for replicas in () if is_nested else self.replicas:
             with exact(self.slots[0].param.device):
-                self._take_turns(replicas, all_of_them=True)
+                replicas.take_turns(all_of_them=True)
         self._updated = self.updated()
         for slot in () if is_nested else self.slots:
             slot.show()
-
-    def _check_step(self) -> None:
-        """Raises RuntimeError or ValueError, before a write, if no gradient is expected."""
-        if self.loss_scale is not None and not self.is_scaled:
-            raise RuntimeError("with loss_scale=, call opt.scale(loss).backward()")
-        self._check_pass()
-        self._optimizer.check_model()
-
-    def _check_pass(self) -> None:
-        if self._mode == "two_pass" and self._phase == "plain":
-            raise RuntimeError('with clip_mode="two_pass", call opt.backward(loss)')
-
-    # ---- reduced over the ranks
-
-    def _arrived_on_replica(self, replicas: Replicas, slot: Slot) -> None:
-        if not replicas.note_arrival(slot):
-            is_last = slot.num_arrived == self._num_parts
-            if self.waits_for_step or not is_last or not replicas.is_over:
-                return  # a later gradient of this pass ends its step, or step() does
-            replicas.agree(slot)
-        self._take_turns(replicas)
-
-    def _take_turns(self, replicas: Replicas, *, all_of_them: bool = False) -> None:
-        """Reduces the weights that are ready; zeros for one with a gradient on other ranks only."""
-        for slot in replicas.take_ready(all_of_them=all_of_them):
-            slot.num_arrived = self._num_parts
-            grad = slot.take() if slot.has_grad else torch.zeros_like(slot.param)
-            self._complete(slot, Gradient(grad.to(slot.grad_dtype)))
-
-    def _complete_what_is_left(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            if slot.has_grad:
-                self._complete(slot, Gradient(slot.take()))
-
-    def _complete(self, slot: Slot, gradient: Gradient) -> None:
-        """This rank's gradient is complete. Collective if ranks share the work."""
-        if self._phase != "facts":  # which leaves a gradient for the next one
-            slot.mark(is_spent=True)
-        if slot.replicas is None:
-            is_waiting = slot.divisor > 1 and in_backward()
-            if is_waiting and self._mode == "immediate" and not gradient.is_finite():
-                slot.add(gradient.dense())  # step() checks a gradient of all ranks before
-                return
-            self._reduced(slot, gradient)
-            return
-        grad, name = gradient.dense(), slot.replicas.one_pass_name(slot.local.device)
-        if name:
-            slot.replicas.drain()  # of the first gradient, which is looked at alone
-        if name and (slot.replicas.is_checked or self._phase == "update"):
-            self._has_gradient = slot.is_written = True
-            if self._optimizer.update_replicas(name, slot, grad, self._factor / slot.divisor):
-                slot.hide()
-                return
-        slot.replicas.average(grad, lambda mean: self._reduced(slot, Gradient(mean)))
-
-    # ---- kept or applied
-
-    def _reduced(self, slot: Slot, gradient: Gradient) -> None:
-        self._has_gradient = True
-        mode = self._phase if self._phase != "plain" else self._mode
-        if mode in ("facts", "deferred"):
-            if mode == "deferred":  # in the smaller of its forms
-                if gradient.nbytes > slot.local.nbytes:
-                    gradient = Gradient(gradient.dense())
-                slot.deferred = gradient
-            self._facts.add(gradient, slot.sharding, is_kept=mode == "deferred")
-            return
-        checked = slot.replicas or self
-        if mode == "immediate" and not (checked.is_checked or slot.divisor > 1):
-            # A NaN loss appears in the first gradient, before the pass has written anything.
-            if not gradient.is_finite():
-                raise RuntimeError(
-                    f"the gradient of {slot.name}, the first of this backward pass, is not finite;"
-                    " the pass has written no weight"
-                )
-            checked.is_checked = True
-        slot.is_written = True
-        self._optimizer.update(slot, gradient, self._factor / slot.divisor)
-        slot.hide()
 
     # ---- the step as a whole
 
@@ -245,9 +118,9 @@ class GradientPath:
 
         Raises RuntimeError, before a write, if a gradient is not finite.
         """
-        uses = [(slot.first_runs.copy(), slot.has_plain_use) for slot in self.slots]
+        use, uses = self._use, [(slot.first_runs.copy(), slot.has_plain_use) for slot in self.slots]
         try:
-            self._phase = "facts"
+            use.phase = "facts"
             try:
                 loss.backward(retain_graph=True)
             except RuntimeError as error:
@@ -259,23 +132,23 @@ class GradientPath:
                     " set torch._functorch.config.donated_buffer = False before the model compiles"
                 ) from error
             self.end_pass()
-            factor = self._factor_of_facts()
+            factor = use.factor_of_facts(self.slots[0].local.device)
             for slot, known in zip(self.slots, uses, strict=True):
                 slot.num_arrived = 0
                 slot.first_runs, slot.has_plain_use = known
             self._forget_agreements()
             if factor is not None:
-                self._phase, self._factor = "update", factor
+                use.phase, use.factor = "update", factor
                 loss.backward()
                 self.end_pass()
                 self._forget_agreements()
         except BaseException:  # what waits for a turn has no factor
             with exact(self.slots[0].param.device):
                 self._forget_gradients()
-            self._has_gradient = self._phase == "update"
+            use.has_gradient = use.phase == "update"
             raise
         finally:
-            self._phase, self._factor = "plain", 1.0
+            use.phase, use.factor = "two_pass", 1.0
 
     def end_pass(self) -> None:
         """Completes weights that had no gradient in the whole backward pass.
@@ -287,22 +160,18 @@ class GradientPath:
             if self._passes:  # one has raised: gradients that it expected will not come
                 self._forget_agreements()
             if any(slot.has_grad for slot in self.slots):
-                self._check_pass()
+                self._use.check_phase()
             expects = self._agrees()
             for same in self._same.values():
                 if expects and not same.has_agreed:
                     same.agree(None)
             for replicas in self.replicas if expects else ():
-                self._take_turns(replicas, all_of_them=True)
-                while replicas.agree(None):
-                    self._take_turns(replicas, all_of_them=True)
-                self._take_turns(replicas, all_of_them=True)
-                replicas.drain()
-            self._complete_what_is_left(slot for slot in self.slots if slot.replicas is None)
+                replicas.end_pass()
+            self.alone.end_pass()
 
     def _agrees(self) -> bool:
         """Other ranks may have had gradients; two passes agree in backward() alone."""
-        return self._mode != "two_pass" or self._phase != "plain"
+        return self._use.phase != "two_pass"
 
     @contextmanager
     def failing_for_all(self) -> Iterator[None]:
@@ -318,43 +187,8 @@ class GradientPath:
 
     def finish(self) -> bool:
         """Applies deferred gradients; returns whether the step was made or skipped."""
-        if not self._has_gradient:
-            return False
         with exact(self.slots[0].param.device):
-            if self._mode == "deferred":
-                own = {storage_id(slot.local) for slot in self.slots}
-                for slot in self.slots:
-                    if slot.deferred is not None:
-                        slot.deferred.check_unmodified(slot.name)
-                        if any(storage_id(part) in own for part in slot.deferred.parts):
-                            slot.deferred = Gradient(slot.deferred.dense())  # of a weight as input
-                factor = self._factor_of_facts()
-                for slot in self.slots:
-                    deferred, slot.deferred = slot.deferred, None
-                    if factor is not None and deferred is not None:
-                        self._optimizer.update(slot, deferred, factor / slot.divisor)
-        if self.loss_scale is not None:
-            self.loss_scale.update(self._has_overflow)
-        return not self._has_overflow
-
-    def _factor_of_facts(self) -> float | None:
-        """The factor of this step's gradients; None if the step must be skipped."""
-        facts, self._facts = self._facts, self._new_facts()
-        norm, is_finite = facts.finish(self.axes, self.slots[0].local.device)
-        norm /= self.scale
-        max_norm = self._options.clip_grad_norm
-        if max_norm is not None:
-            self.grad_norm = norm
-        if not (is_finite and math.isfinite(norm)):
-            if self.loss_scale is None:
-                raise RuntimeError("a gradient is not finite; no weight has been written")
-            self._has_overflow = True
-            return None
-        factor = 1.0 if max_norm is None else clip_factor(norm, max_norm)
-        return factor / self.scale
-
-    def _new_facts(self) -> StepFacts:
-        return StepFacts(with_norm=self._options.clip_grad_norm is not None)
+            return self._use.finish(self.slots)
 
     def forget(self) -> None:
         """Discards the state of this step. Not inside a backward pass."""
@@ -372,5 +206,14 @@ class GradientPath:
         self._forget_agreements()
         for slot in self.slots:
             slot.forget()
-        self._facts, self._updated = self._new_facts(), []
-        self.is_checked = self._has_gradient = self._has_overflow = self.is_scaled = False
+        self._use.forget()
+        self.alone.is_checked = False
+        self._updated = []
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Disables gradients and autocast, which would round fp32 sums."""
+    kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"  # not on meta
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        yield

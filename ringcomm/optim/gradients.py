@@ -1,8 +1,7 @@
 """A weight's gradient when it arrives: a tensor, or the factors from a layer."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -217,7 +216,7 @@ class StepFacts:
         self._facts: dict[Sharding, _Facts] = {}
         self._with_norm = with_norm  # which is finite only if all elements are
 
-    def add(self, gradient: Gradient, sharding: Sharding, *, is_kept: bool) -> None:
+    def measure(self, gradient: Gradient, sharding: Sharding, *, is_kept: bool) -> None:
         """Adds a weight's gradient, or this rank's part; `sharding`: the ranks with the rest.
 
         A gradient that `is_kept` until finish() costs no synchronization before.
@@ -250,11 +249,3 @@ class StepFacts:
             if num_wrong == 0:
                 break
         return float(square) ** 0.5, num_not_finite == 0
-
-
-@contextmanager
-def exact(device: torch.device) -> Iterator[None]:
-    """Disables gradients and autocast, which would round fp32 sums."""
-    kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"  # not on meta
-    with torch.no_grad(), torch.autocast(kind, enabled=False):
-        yield

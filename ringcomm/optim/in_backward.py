@@ -7,20 +7,31 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.optim.agreements import Replicas
+from ringcomm.optim.agreements import Alone, Replicas
 from ringcomm.optim.gradient_path import GradientPath
+from ringcomm.optim.gradient_use import GradientUse
 from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.model_weights import ModelWeights, run_all
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.model.cut import note_trainer
+
+
+class Numbers(NamedTuple):
+    """What the update of a weight takes from its optimizer."""
+
+    group: dict[str, Any]  # its parameter group
+    lr: float  # the group's, checked
+    factor: float  # of the gradient
+    seed: int  # of this step's random bits for the weight; -1 for rounding to nearest
+    state: dict[str, Any]  # the weight's
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):
@@ -42,7 +53,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         found, params = _split_model(model_or_params, model, type(self).__name__)
         self.options = options
         self._weights = ModelWeights(found, type(self).__name__, is_whole=found is model_or_params)
-        self._path = GradientPath(weakref.proxy(self), options)
+        self._use = GradientUse(weakref.proxy(self), options)
+        self._path = GradientPath(self._use)
         self._undo: list[Callable[[], Any]] = []
         self._is_verified = False
         super().__init__(params, {**defaults, "step": 0})
@@ -55,12 +67,12 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The current factor of scale()."""
-        return self._path.scale
+        return self._use.scale
 
     @property
     def grad_norm(self) -> float | None:
         """The norm of all gradients of the last step before clipping; None if not computed."""
-        return self._path.grad_norm
+        return self._use.grad_norm
 
     @property
     def held_bytes(self) -> int:
@@ -70,8 +82,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward(); the loss itself without a loss scale."""
-        self._path.is_scaled = True
-        return loss if self._path.loss_scale is None else loss * self._path.scale
+        self._use.is_scaled = True
+        return loss if self._use.loss_scale is None else loss * self._use.scale
 
     def backward(self, loss: Tensor) -> None:
         """scale(loss).backward(); with clip_mode="two_pass" once for the norm, once to update.
@@ -166,9 +178,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer's, with the loss scale in each group."""
         found = super().state_dict()
-        if self._path.loss_scale is not None:
+        if self._use.loss_scale is not None:
             for group in found["param_groups"]:
-                group.update(self._path.loss_scale.state())
+                group.update(self._use.loss_scale.state())
         return found
 
     @torch.inference_mode(False)  # updates must be able to write states
@@ -182,7 +194,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor):
                     self.state[param][key] = value.detach().to(param.device, copy=True)
         for group in self.param_groups:
-            LossScale.take(group, self._path.loss_scale)
+            LossScale.take(group, self._use.loss_scale)
 
     # ---- the update, by Lomo and AdaLomo
 
@@ -190,9 +202,14 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """A weight's state before its first step."""
         return {}
 
-    @abstractmethod
-    def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+    def apply_gradient(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """Updates a weight with its complete gradient times a factor."""
+        group, lr, seed = self._group_of(slot), self._lr_of(slot), self._rounding_seed(slot)
+        self.update(slot, gradient, Numbers(group, lr, factor, seed, self._state_of(slot)))
+
+    @abstractmethod
+    def update(self, slot: Slot, gradient: Gradient, numbers: Numbers) -> None:
+        """Updates a weight with its complete gradient."""
 
     def update_replicas(self, group_name: str, slot: Slot, grad: Tensor, factor: float) -> bool:
         """Reduces and updates in one pass if supported; returns whether it did."""
@@ -277,28 +294,33 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 name, *_ = weight.names or unnamed
                 weights.check_param(param, name)
                 cut, kind = weight.cut(), type(self).__name__
-                new.append(Slot(param, name, index, group_idx, cut, kind, options.reduce_dtype))
+                new.append(Slot(param, name, index, group_idx, cut, kind, options))
         slots = [*path.slots, *new]
         weights.check_ranks(slots, options.group)
+        shared: dict[dist.ProcessGroup, list[Slot]] = {}
         if isinstance(options.group, dist.ProcessGroup):
             weights.check_replicas(slots, options.group)
-            path.replicas = [
-                Replicas(group, sharing, options.overlap)
-                for group, sharing in weights.share(slots, options.group).items()
-            ]
-            path.waits_for_step = weights.has_several_stages or weights.has_experts
+            shared = weights.share(slots, options.group)
         if options.needs_all_gradients:
-            path.axes = weights.place_parts(slots)
+            self._use.axes = weights.place_parts(slots)
         _check_dtypes(slots, options)
         for slot in new:
             self._lr_of(slot)  # before there is a hook
+        # A micro-batch has several backward passes, or ranks wait for each other's tokens.
+        waits = weights.has_several_stages or weights.has_experts
+        path.replicas = [
+            Replicas(group, sharing, self._use, overlap=options.overlap, waits_for_step=waits)
+            for group, sharing in shared.items()
+        ]
+        averaged = {slot for sharing in shared.values() for slot in sharing}
+        path.alone = Alone([slot for slot in slots if slot not in averaged], self._use)
         path.slots = slots
         note_trainer((slot.param for slot in new), self)
         for slot in new:
             self._state_of(slot)
             # A gradient that is reduced over ranks must be materialized anyway.
             arrived = partial(GradientPath.arrived, proxy)
-            self._undo += weights.attach(slot, arrived, may_fuse=slot.replicas is None)
+            self._undo += weights.attach(slot, arrived, may_fuse=slot not in averaged)
         self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, proxy))
         path.watch_shards()
 

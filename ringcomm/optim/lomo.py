@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ringcomm.ops.fused_update import LomoStep
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.optim.in_backward import InBackwardOptimizer
+from ringcomm.optim.in_backward import InBackwardOptimizer, Numbers
 from ringcomm.optim.options import options_of
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.model.cut import Box, Cut, pieces_of
@@ -111,11 +111,10 @@ class Lomo(InBackwardOptimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(model_or_params, model, defaults, options_of(self, options))
 
-    def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+    def update(self, slot: Slot, gradient: Gradient, numbers: Numbers) -> None:
         """See InBackwardOptimizer."""
-        decay = self._group_of(slot)["weight_decay"]
-        scalars = (self._lr_of(slot), decay, factor, self._rounding_seed(slot))
-        weight, low = slot.local, self._state_of(slot).get("low")
+        scalars = numbers.lr, numbers.group["weight_decay"], numbers.factor, numbers.seed
+        weight, low = slot.local, numbers.state.get("low")
         options: dict[str, Any] = {"low": low, "clip_value": self.options.clip_grad_value}
         if isinstance(gradient, LinearGradient):
             _ops.linear_sgd_update_(weight, *gradient.parts, *scalars, **options)
@@ -203,10 +202,11 @@ class AdaLomo(InBackwardOptimizer):
         rows, columns = slot.cut.shape
         return {"exp_avg_sq_row": zeros(rows), "exp_avg_sq_col": zeros(columns)}
 
-    def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+    def update(self, slot: Slot, gradient: Gradient, numbers: Numbers) -> None:
         """See InBackwardOptimizer."""
-        group, cut, local = self._group_of(slot), slot.cut, slot.local
-        state, ops = self._state_of(slot), _ops_for(local)
+        group, factor, state = numbers.group, numbers.factor, numbers.state
+        cut, local = slot.cut, slot.local
+        ops = _ops_for(local)
         low = state.get("low")
         # Row by row, whatever the order in memory.
         weight, grad = local.contiguous(), gradient.dense(_wide(local)).contiguous()
@@ -235,9 +235,9 @@ class AdaLomo(InBackwardOptimizer):
         else:  # of this rank's boxes, of which there may be none
             sums_of = [square.sum(1, keepdim=True) for square in found]
             squares = _summed(sum(sums_of, weight.new_zeros(2, 1, dtype=torch.float64)), cut)
-        scalars: tuple[Any, ...] = (squares, max(1, cut.shape.numel()), self._lr_of(slot))
+        scalars: tuple[Any, ...] = (squares, max(1, cut.shape.numel()), numbers.lr)
         scalars += (group["weight_decay"], group["eps"][1], group["clip_threshold"])
-        scalars += (factor, self._rounding_seed(slot))
+        scalars += (factor, numbers.seed)
         for (given, options), first in zip(blocks, firsts, strict=True):
             ops.adalomo_update_(*given, *scalars, **options, first_elem=first)
         if weight is not local:

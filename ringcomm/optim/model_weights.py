@@ -38,9 +38,10 @@ class ModelWeights:
     """
 
     def __init__(self, model: nn.Module | None, optimizer: str, *, is_whole: bool) -> None:
-        self._model, self._optimizer, self._is_whole = model, optimizer, is_whole
+        self._has_model, self._optimizer, self._is_whole = model is not None, optimizer, is_whole
+        self._model = nn.Module() if model is None else model
         self.has_several_stages = has_several_stages(model)
-        self._described = describe(nn.Module() if model is None else model)
+        self._described = describe(self._model)
         self.has_experts = bool(expert_parallel_modules(self._described.module))
         refuse(self._described, Asked("Lomo", optimizer, is_replicated=False))
 
@@ -54,7 +55,7 @@ class ModelWeights:
         """Raises for a parameter that is not supported."""
         steps = zip(param.shape, param.stride(), strict=True)
         span = 1 + sum((size - 1) * step for size, step in steps)
-        if self._model is not None and param not in self._described.weights:
+        if self._has_model and param not in self._described.weights:
             why = "is not a parameter of the model"
         elif isinstance(self._model, StagePart) and param in self._model.tied:
             why = (
@@ -102,7 +103,7 @@ class ModelWeights:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size == 1:
             return
-        if self._model is None:
+        if not self._has_model:
             raise ValueError(
                 f"{self._optimizer} got parameters without their model in a job of {world_size} "
                 "ranks, and cannot see DistributedDataParallel or fully_shard: give the model, or "
@@ -140,7 +141,7 @@ class ModelWeights:
                     f"{weight.name} requires grad since {self._optimizer} was made, which does not"
                     " train it: call add_param_group(), or give the optimizer parameters and model="
                 )
-        modules = set() if self._model is None else set(self._model.modules())
+        modules = set(self._model.modules())
         for slot in slots:
             param: Any = slot.param
             if isinstance(param, DTensor):  # fully_shard temporarily puts others in its place
@@ -160,7 +161,7 @@ class ModelWeights:
 
     def place_parts(self, slots: Sequence[Slot]) -> Axes:
         """Records for each weight the ranks with its other parts; returns the axes for norms."""
-        axes = Axes({}, (), None) if self._model is None else describe(self._model).axes()
+        axes = self._described.axes()
         if axes.stages is not None and axes.stages.size() > 1:
             raise ValueError(
                 f"clip_grad_norm and loss_scale of {self._optimizer} would see only the gradients"
@@ -182,8 +183,7 @@ class ModelWeights:
         """
         replicas = [group] if isinstance(group, dist.ProcessGroup) else []
         groups = dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)])
-        if self._model is not None:
-            start_equal_over_data(self._described, groups)
+        start_equal_over_data(self._described, groups)
 
     # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 
@@ -218,7 +218,7 @@ class ModelWeights:
                 hook = param.register_post_accumulate_grad_hook(lambda _: arrived(slot))
                 undo.append(hook.remove)
 
-        for unit in () if self._model is None else self._model.modules():
+        for unit in self._model.modules():
             if not isinstance(unit, FSDPModule):
                 continue
             mine = set(unit.parameters())

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
-from ringcomm.backward_pass import BackwardPass, current_pass, in_backward, will_run
+from ringcomm.backward_pass import BackwardPass, current_pass, in_backward
 from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
+from ringcomm.optim.options import StepOptions
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
+from ringcomm.parallel.gradient_placeholder import GradientPlaceholder, weakly
 from ringcomm.parallel.model.cut import Cut, Sharding
 from ringcomm.torch_names import (
     accumulate_hooks_of,
@@ -97,7 +98,8 @@ class Slot:
 
     Attributes:
         optimizer: its name, for messages.
-        num_arrived: gradients that have arrived in this step; `total` is their sum so far.
+        num_parts: gradients in a step, of its micro-batches.
+        num_arrived: of these in this step so far; `total` is their sum.
         is_written: whether the weight has been updated in this step.
         deferred: its complete gradient, if that waits for step().
         arrived_in: the backward pass of the last gradient.
@@ -111,8 +113,7 @@ class Slot:
         sharding: the ranks with the others, for norms.
         peers: for a shard, the groups of the mesh whose ranks have gradients of the same weights.
         whole: the parameter for autograd's gradients, which differs with fully_shard.
-        replicas: the ranks over which its gradient is averaged, with whatever orders them; None
-            without any.
+        reducer: of its gradient over the ranks that share the weight: Replicas, or Alone.
         divisor: of the gradient after that. An expert's is a sum over the ranks of its layer.
         placeholder: in .grad from a gradient's arrival until forget().
     """
@@ -125,20 +126,19 @@ class Slot:
         group_idx: int,
         cut: Cut,
         optimizer: str,
-        reduce_dtype: torch.dtype | None,
+        options: StepOptions,
     ) -> None:
         self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
-        self.optimizer = optimizer
+        self.optimizer, self.num_parts = optimizer, options.accumulation_steps
         self.cut = cut
         self.sharding = Sharding((), 1)
-        self.replicas: Any = None
+        self.reducer: Any = None
         self.divisor = 1
         self.peers: Groups = ()
         self.whole = param
-        self.grad_dtype = torch.promote_types(param.dtype, reduce_dtype or torch.float32)
+        self.grad_dtype = torch.promote_types(param.dtype, options.reduce_dtype or torch.float32)
         self.handle: Handle | None = None
         self.hook_id = -1  # of the hook that reports gradients
-        add = weakref.WeakMethod(self._added)  # autograd keeps the placeholder
         placeholder = GradientPlaceholder(
             local_of(param),
             f"{optimizer} takes the gradient of {name} inside the backward pass:"
@@ -146,14 +146,12 @@ class Slot:
             f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale=, group= and zero_grad() of"
             f" {optimizer}; with Trainer and Accelerate call register() of"
             " ringcomm.integrations.transformers or .accelerate first",
-            lambda grad: (call := add()) and call(grad),
+            weakly(self._added),  # autograd keeps the placeholder
         )
         # fully_shard adds to the local part.
         self.placeholder: Tensor = (
             like_dtensor(param, placeholder) if isinstance(param, DTensor) else placeholder
         )
-        self._node: Any = None
-        self._node_is_for: Any = None
         self.first_runs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.has_plain_use = False
         self.forget()
@@ -165,6 +163,7 @@ class Slot:
         self.arrived_in: BackwardPass | None = None
         self.is_written = self._is_spent = self._is_marked = self._is_new = False
         self.total: Tensor | None = None
+        self._factors: Gradient | None = None  # instead, of a step's only gradient
         self.deferred: Gradient | None = None
         if self.param.grad is self.placeholder:
             self.param.grad = None
@@ -227,23 +226,57 @@ class Slot:
                 " the weight without its layer (set use_reentrant=False)"
             )
 
-    def count(self, most: int) -> None:
-        """Counts a gradient, of which a step has `most`. Raises RuntimeError for another one."""
-        if not self._is_last_hook:
-            raise RuntimeError(
-                f"a hook of {self.name} was registered after the forward pass of its layer, and"
-                " would run after the gradient is used: register it before"
-            )
-        self.refuse_second(self.num_arrived == most)
-        self.num_arrived += 1
-        self.arrived_in = current_pass()
+    def note_arrival(self, factors: Gradient | None, *, is_nested: bool) -> bool:
+        """Adds what has arrived; returns whether that completes a gradient of the step's.
 
-    def take(self) -> Tensor:
-        """Returns the sum of the gradients that have arrived, and clears it."""
+        It does not if nothing has arrived, or if this backward pass will bring more of it: a
+        reentrant checkpoint (Chen et al. 2016, the first form of torch.utils.checkpoint) runs each
+        segment without gradients, then again in a nested backward pass. The gradient of a weight
+        therefore arrives once for each segment, and once for all uses outside of segments.
+
+        Raises RuntimeError for a gradient after the last of a step.
+        """
+        self.see_dropped()
+        is_new = self.collect()
+        if factors is None and not is_new:
+            return False  # a function has returned None, or the weight is frozen now
+        if not is_nested:
+            self.has_plain_use = False
+        awaits_more = len(self.first_runs) > 0 or self.has_plain_use
+        if not awaits_more:
+            if not self._is_last_hook:
+                raise RuntimeError(
+                    f"a hook of {self.name} was registered after the forward pass of its layer, and"
+                    " would run after the gradient is used: register it before"
+                )
+            self.refuse_second(self.is_complete)
+            self.num_arrived += 1
+            self.arrived_in = current_pass()
+        is_last = not awaits_more and self.is_complete
+        if is_last and self.total is None:
+            self._factors = factors
+        elif factors is not None:
+            self.add(factors.dense())  # micro-batches, or uses that autograd sees
+        if not is_last and not awaits_more:
+            self.mark(is_spent=False)
+        return not awaits_more
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients of the step have arrived."""
+        return self.num_arrived == self.num_parts
+
+    def take(self, *, is_spent: bool) -> Gradient | None:
+        """Returns the sum of the gradients that have arrived, and clears it; None without one.
+
+        After one that `is_spent`, RuntimeError is raised for another one, until forget().
+        """
         self.collect()
-        assert self.total is not None
-        total, self.total = self.total, None
-        return total
+        total, factors = self.total, self._factors
+        self.total = self._factors = None
+        if is_spent:
+            self.mark(is_spent=True)
+        return factors if total is None else Gradient(total)
 
     def mark(self, *, is_spent: bool) -> None:
         """Makes torch's clipping and similar functions raise until forget().
@@ -270,7 +303,7 @@ class Slot:
             )
         self.total, self.num_arrived, self._is_marked = None, 0, False
 
-    # ---- gradients that are still expected
+    # ---- its uses, each of which brings a gradient
 
     def is_used(self, module: nn.Module, _: Any) -> None:
         """The forward pre-hook of a layer that has the weight."""
@@ -304,28 +337,3 @@ class Slot:
     def _is_last_hook(self) -> bool:
         """Whether the hook that reports gradients runs after users'."""
         return next(reversed(accumulate_hooks_of(self.param))) == self.hook_id
-
-    def note_arrival(self, *, is_nested: bool) -> bool:
-        """Notes that a gradient arrives; returns whether this backward pass will bring more of it.
-
-        A reentrant checkpoint (Chen et al. 2016, the first form of torch.utils.checkpoint) runs
-        each segment without gradients, then again in a nested backward pass. The gradient of a
-        weight therefore arrives once for each segment, and once for all uses outside of segments.
-        """
-        if not is_nested:
-            self.has_plain_use = False
-        return len(self.first_runs) > 0 or self.has_plain_use
-
-    def will_come(self, current: BackwardPass | None) -> bool:
-        """Whether the current backward pass will still produce a gradient of the weight."""
-        if self.first_runs or (self.has_plain_use and self.total is not None):
-            return True
-        whole = self.whole
-        if self.arrived_in == current or not whole.requires_grad:
-            return False
-        place = id(whole), whole.dtype, whole.device  # a weight that moves gets a new node
-        if self._node_is_for != place:
-            with without_torch_function():
-                self._node = torch.autograd.graph.get_gradient_edge(whole).node
-            self._node_is_for = place
-        return will_run(self._node)

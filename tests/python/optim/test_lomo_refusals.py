@@ -52,7 +52,7 @@ def test_an_overflow_changes_nothing_and_halves_the_scale(
 ) -> None:
     model = make("plain")
     opt = kind(model, LR, loss_scale="dynamic", clip_mode=mode, clip_grad_norm=clip)
-    opt._path.loss_scale.growth_interval = 2
+    opt._use.loss_scale.growth_interval = 2
     train(opt, model, batches(1))
     before, state = weights(model), copy.deepcopy(opt.state_dict())
     assert opt.loss_scale == 2.0**16
