@@ -49,8 +49,8 @@ struct Settings {
   /// What a stream of one GPU sets in memory of another does not arrive.
   bool loses_peer_writes = flag("LOSES_PEER_WRITES", false);
   bool has_multicast = flag("MULTICAST", false);  ///< GPUs have switches that add
-  bool has_vmm = flag("VMM", true);  ///< cuMemCreate and what belongs to it
-  bool has_ipc = flag("IPC", true);  ///< the cuIpc functions
+  bool has_vmm = flag("VMM", true);               ///< cuMemCreate and what belongs to it
+  bool has_ipc = flag("IPC", true);               ///< the cuIpc functions
   /// Memory of an owner is not opened while what the owner had at its address before is still open,
   /// as by older drivers.
   bool refuses_reused = flag("REFUSES_REUSED", false);
