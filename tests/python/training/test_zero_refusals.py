@@ -126,8 +126,20 @@ def test_errors_of_several_optimizers(rank: int) -> None:
     with pytest.raises(ValueError, match="Muon only supports 2D"):
         torch.optim.Muon(others)
     kinds = [muon, adamw] if rank == 0 else [adamw, muon]
-    with pytest.raises(ValueError, match="ranks disagree on the optimizer"):
-        zero.shard(model, kinds, 2)
+    turn = slice(None, None, 1 if rank == 0 else -1)
+    equal = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    a, b, c, d = equal.parameters()
+    groups = [{"params": pair} for pair in ([[a, b], [c, d]] if rank else [[a, c], [b, d]])]
+    by_rank: list[tuple[Any, Any, str]] = [
+        (model, kinds, "ranks disagree on the optimizer"),
+        (equal, torch.optim.Muon([a, b, c, d][turn]), r"rank 0 has \('0.weight.* \('3.weight"),
+        (equal, torch.optim.SGD(groups, 0.1), "ranks disagree on the parameter groups"),
+        (model, [muon, adamw] if rank else model, "rank 0 has TypeError.*, rank 1 has None"),
+    ]
+    for of_model, given, text in by_rank:
+        for stage in (1, 2, 3):
+            with pytest.raises(ValueError, match=text):
+                zero.shard(of_model, given, stage)
     assert same(full_weights(model), before)
     sharded = zero.shard(model, [muon, adamw], 1)
     with pytest.raises(ValueError, match="frozen by requires_grad_"):
