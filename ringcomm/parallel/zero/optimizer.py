@@ -160,7 +160,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Afterwards gradients are dropped, also of a step that was made and without zero_grad().
 
         Raises:
-            ValueError: the model was changed: a weight was added or moved.
+            ValueError: the model was changed: a weight was added or moved. Or ranks have different
+                lr, betas, momentum or weight_decay in parameter groups.
             RuntimeError: with clip_grad_norm and no loss scale, the norm is not finite; at stage 3,
                 `.data` of a weight was set, or its last backward pass was in no_sync(). No rank has
                 written a weight, and in the first case the gradients are dropped. At stage 2, also

@@ -155,6 +155,17 @@ def by_another_optimizer(made: Training) -> None:
     made.early.step()
 
 
+def by_options(made: Training) -> None:
+    """As of a scheduler that steps on each rank's loss."""
+    made.backward(7)
+    group = made.optimizer.param_groups[0]
+    group["lr"] *= 1 + made.rank
+    try:
+        made.optimizer.step()
+    finally:
+        group["lr"] /= 1 + made.rank
+
+
 def by_ddp(made: Training) -> None:
     """Around a part, whose forward the model's own hook does not see."""
     replica = DistributedDataParallel(made.model.last)
@@ -173,7 +184,7 @@ def by_penalty(made: Training) -> None:
 
 def fails_first(call: Callable[[Training], Any], words: str, made: Training) -> None:
     if not made.is_alone:
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises((RuntimeError, ValueError), match=words):
             call(made)
         made.optimizer.zero_grad(set_to_none=False)
         assert made.system in SHARDED or all(p.grad is None for p in made.model.parameters())
@@ -186,6 +197,7 @@ FAILS: dict[str, tuple[Callable[[Training], Any], str, tuple[str, ...]]] = {
         r"param\.grad of a weight that zero",
         ("zero 1",),
     ),
+    "another lr on each rank": (by_options, r"different options .*\(lr, betas", ZERO),
     "DDP around a part": (by_ddp, r"param\.grad of a weight that zero", ("zero 2",)),
     "zero_grad() of the model": (
         by_its_own_zero_grad,
