@@ -242,6 +242,11 @@ def _check_model(
         adapter.check(
             sequence_parallel=options["sequence_parallel"], gather_logits=options["gather_logits"]
         )
+        if options["recompute"] and adapter.dims.pp == 1 and not default_units(described.module):
+            raise ValueError(
+                "recompute=True is for the layers of a ModuleList or Sequential, and the model has"
+                " none: leave it out, or use torch.utils.checkpoint in the model"
+            )
         mine["loss"] = adapter.check_loss()
         made: Any = optimizer([*described.module.parameters()])
         if check_zero is not None:

@@ -306,6 +306,9 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
         parallelize(lazy if rank else own, ParallelDims(), optimizer_of, **mse)
     refused("rank 0 has ValueError('zero_stage must be", {}, own,
         zero_stage=0 if rank else 4, **mse)  # fmt: skip
+    refused("recompute=True is for the layers of", {}, Block(), recompute=True, **mse)
+    with pytest.raises(TypeError, match="a dict of blocks is for a pipeline"):
+        parallelize({"0": Block(), "1": Block()}, ParallelDims(), optimizer_of, **mse)
     refused("ranks disagree on the mesh", {"tp": 1 + rank % 2}, split, **mse)
 
     def of_rank(params: Any) -> Any:
