@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import check_data_ranks
-from ringcomm.parallel.flat_collectives import agreeing
+from ringcomm.parallel.flat_collectives import agreeing, take_from_rank0
 from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import Asked, refuse, refuse_split
@@ -171,6 +171,10 @@ def shard(
         # Ranks have different experts.
         weights = [[described.weights[p] for p in g["params"]] for g in param_groups]
         shared = [[w for w in of_group if w.experts is None] for of_group in weights]
+        numbered = enumerate(w for of_group in weights for w in of_group)
+        shared_states = [
+            (w, state["state"][i]) for i, w in numbered if w.experts is None and i in state["state"]
+        ]
         buffers = [value for value, of in described.buffers.items() if of.experts is None]
         mine |= {
             "stage": stage,
@@ -181,7 +185,10 @@ def shard(
                 for of_group in shared
             ],
             "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers],
-            "presence of states": bool(state["state"]),
+            "states": [
+                (w.name, sorted((key, _look_of(x)) for key, x in of_weight.items()))
+                for w, of_weight in shared_states
+            ],
             "units": sorted(
                 names.get(unit, "") for unit in units or () if isinstance(unit, nn.Module)
             ),
@@ -197,9 +204,17 @@ def shard(
     for inner in inners:
         retire(inner.optimizer, "zero.shard()")
     note_trainer(made.all_params(), made)
+    take_from_rank0(
+        [x for _, of in shared_states for x in of.values() if isinstance(x, Tensor)], resolved
+    )
     if state["state"]:
         made.load_state_dict(state)
     return made
+
+
+def _look_of(value: Any) -> Any:
+    """What ranks must have alike of a state whose values rank 0 sends."""
+    return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else repr(value)
 
 
 def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
