@@ -157,6 +157,7 @@ class Zero3(ZeroOptimizer):
         refuse_create_graph("stage 3 of zero.shard()")
         self._awaits_backward = False
         if not self._passes:  # fully_shard adds to gradients that users have set
+            self._marked = {p for p in self._marked if p.grad is not None or p in self._kept}
             self._marked.update(filter(self._is_by_user, self.all_params()))
         self._passes.enter()
 
