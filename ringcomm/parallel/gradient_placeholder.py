@@ -104,8 +104,10 @@ def hookable(param: Tensor) -> Iterator[None]:
     """A context in which torch takes hooks of a frozen parameter, which may be unfrozen later."""
     is_trained = param.requires_grad
     param.requires_grad_()
-    yield
-    param.requires_grad_(is_trained)
+    try:
+        yield
+    finally:
+        param.requires_grad_(is_trained)
 
 
 class GradientHooks:
