@@ -276,6 +276,7 @@ class GradientReducer:
         bucket = self._buckets[self._index[param]]
         if param in bucket.reduced:
             self._in_flight.settle()
+            self._has_dropped = True  # this rank's part of the sum: the others must, too
         bucket.drop(param)
 
     def join(self) -> None:

@@ -178,6 +178,13 @@ def by_its_own_zero_grad(made: Training) -> None:
     made.model.zero_grad(set_to_none=False)
 
 
+def by_zero_grad_on_one_rank(made: Training) -> None:
+    made.backward(7)
+    if made.rank == 0:
+        made.model.zero_grad()
+    made.optimizer.step()
+
+
 def by_penalty(made: Training) -> None:
     x, y = made.rows(7, made.rank)
     torch.autograd.grad(loss_of(made.model, x.requires_grad_(), y), x, create_graph=True)
@@ -204,6 +211,11 @@ FAILS: dict[str, tuple[Callable[[Training], Any], str, tuple[str, ...]]] = {
         by_its_own_zero_grad,
         r"param\.grad of a weight that zero[^:]*: .*call optimizer\.zero_grad\(\), which drops",
         STAGES[:2],
+    ),
+    "zero_grad() of the model on one rank": (
+        by_zero_grad_on_one_rank,
+        r"zero_grad\(\) has dropped gradients on some ranks",
+        ("zero 2",),
     ),
     "gradient penalty": (by_penalty, r"use stage 1 or 2 of zero\.shard", SHARDED),
 }
