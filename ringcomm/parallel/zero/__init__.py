@@ -185,8 +185,9 @@ def shard(
                 for of_group in shared
             ],
             "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers],
+            "presence of states": bool(state["state"]),
             "states": [
-                (w.name, sorted((key, _look_of(x)) for key, x in of_weight.items()))
+                (w.name, {key: _look_of(x) for key, x in of_weight.items()})
                 for w, of_weight in shared_states
             ],
             "units": sorted(
@@ -214,7 +215,9 @@ def shard(
 
 def _look_of(value: Any) -> Any:
     """What ranks must have alike of a state whose values rank 0 sends."""
-    return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    return value if isinstance(value, int | float) else type(value).__name__
 
 
 def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
