@@ -146,7 +146,7 @@ class GradientHooks:
         """Prepares `param.grad` for autograd, which adds to it."""
         if isinstance(param.grad, GradientPlaceholder):
             param.grad = None
-        else:  # None or another gradient, by the user
+        else:  # None, by the user or before the first gradient; or the user's own gradient
             self._consumer.drop_gradient(param)
 
     def after(self, param: nn.Parameter) -> None:

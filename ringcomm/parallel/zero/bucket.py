@@ -211,7 +211,7 @@ class GradientReducer:
     even without gradients; docs/design/zero.md explains when. A later gradient waits for the next
     pass or the step, and so do those of `late` weights (see GradientHooks). Ranks may make
     different numbers of passes: a rank announces each pass, and ranks in agree() take part in it.
-    With `waits` all of that is at the end of a pass, where sharded experts have exchanged their
+    With `defers` all of that is at the end of a pass, where sharded experts have exchanged their
     gradients: a rank in the middle of its pass would wait for one that waits for its tokens.
     """
 
@@ -223,9 +223,9 @@ class GradientReducer:
         late: Collection[nn.Parameter],
         *,
         reduces: bool,
-        waits: bool,
+        defers: bool,
     ) -> None:
-        self._buckets, self.reduces, self._waits = buckets, reduces, waits
+        self._buckets, self.reduces, self._defers = buckets, reduces, defers
         # Ranks with other experts have other buckets of them.
         self._groups = list(dict.fromkeys([group, *(bucket.group for bucket in buckets)]))
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
@@ -260,13 +260,13 @@ class GradientReducer:
         if is_in_pass:
             if not self._has_begun:
                 self._has_begun = self._has_passed = True
-                if not self._waits:
+                if not self._defers:
                     self._share_facts()
             self._watch()
-            if not self._waits:
-                self._pass_over(idx)
+            if not self._defers:
+                self._reduce_finished_before(idx)
         self._buckets[idx].take(param, grad)
-        if is_in_pass and not self._waits:
+        if is_in_pass and not self._defers:
             self._left[idx].discard(param)
             while self._next < len(self._buckets) and not self._left[self._next]:
                 self._reduce_next()
@@ -312,7 +312,7 @@ class GradientReducer:
 
     def _complete(self) -> None:
         """Ends a pass that has failed, in which other ranks may have come further."""
-        if self._has_begun and not self._waits:
+        if self._has_begun and not self._defers:
             self._end_pass()
         self.forget()
 
@@ -377,7 +377,7 @@ class GradientReducer:
             self._reduce_next()
         self.forget()
 
-    def _pass_over(self, idx: int) -> None:
+    def _reduce_finished_before(self, idx: int) -> None:
         """Reduces the buckets before `idx` that get no more gradients in this backward pass."""
         current = current_pass()
         while self._next < idx:
@@ -399,7 +399,7 @@ class GradientReducer:
         """Called at the end of a backward pass, or of the nested one of a reentrant checkpoint."""
         outer: Any = running_node()
         if outer is None:
-            if self._waits:
+            if self._defers:
                 self._share_facts()
             self._end_pass()
             return

@@ -280,8 +280,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """A context for replacing states outside a step. Collective."""
         yield
 
-    # ---- the step: step() calls _agree(), and _step() _look(), _update(), which calls
-    # _step_inner(), and _forget_gradients(). A stage has its own of what is abstract.
+    # ---- the step: step() calls _agree(), then _step(). _step() calls _look(), _update() and
+    # _forget_gradients(); _update() calls _step_inner(). Each stage defines the abstract ones.
 
     def _step_inner(self, grads: Grads, factor: float) -> None:
         """Steps of the given classes on parts of weights, by their gradients times a factor."""

@@ -70,7 +70,7 @@ class FlatZero(ZeroOptimizer):
             self.all_params(),
             late,
             reduces=stage == 2,
-            waits=bool(expert_parallel_modules(model)),
+            defers=bool(expert_parallel_modules(model)),
         )
         if isinstance(model, StagePart) and stage == 2:
             model.after_backward.append(weakly(self._reducer.join))
