@@ -75,6 +75,8 @@ class Adapter:
                 f"ep is {dims.ep}, but {name} has neither stacked experts of transformers, such as"
                 " Mixtral's and Qwen3-MoE's, nor layers of ringcomm.nn.MixtureOfExperts"
             )
+        if dims.pp == 1 and isinstance(self._given, Mapping):
+            raise TypeError("a dict of blocks is for a pipeline: use pp above 1, or give a model")
         if dims.pp > 1 and has_loss:
             self._check_blocks(name, base, config)
         elif dims.pp > 1 and not isinstance(self._given, nn.Sequential | nn.ModuleList | Mapping):

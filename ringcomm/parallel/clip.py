@@ -205,6 +205,7 @@ class LossScale:
 
     initial_value = 2.0**16
     growth_interval = 2000
+    least_value = 2.0**-24  # if each step overflows; steps divide by it
 
     def __init__(self, given: str | float) -> None:
         """`given` is "dynamic" or the factor; raises ValueError for others."""
@@ -224,7 +225,7 @@ class LossScale:
             return
         self._num_good_steps = 0 if has_overflow else self._num_good_steps + 1
         if has_overflow:
-            self.value /= 2
+            self.value = max(self.value / 2, self.least_value)
         elif self._num_good_steps == self.growth_interval:
             self.value *= 2
             self._num_good_steps = 0

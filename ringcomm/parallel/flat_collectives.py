@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -257,13 +258,42 @@ def raise_on_all(problem: object, group: dist.ProcessGroup | None) -> None:
             raise ValueError(f"rank {rank}: {text}")
 
 
-def check_agreement(mine: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Raises ValueError on all ranks if values differ. Collective."""
-    everyone = all_gathered(mine, group)
+def check_agreement(
+    mine: Mapping[str, Any], group: dist.ProcessGroup, problem: Exception | None = None
+) -> None:
+    """Raises ValueError on all ranks if values differ, or if only some ranks have a problem.
+
+    Ranks that all have one raise their own. Collective.
+    """
+    shown = None if problem is None else repr(problem)
+    everyone = all_gathered({"problem of the arguments": shown, **mine}, group)
+    if problem is not None and all(theirs["problem of the arguments"] for theirs in everyone):
+        raise problem
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs[name] != value:
+                first, other = _first_difference(value, theirs[name])
                 raise ValueError(
-                    f"ranks disagree on the {name}: rank 0 has {value}, rank {rank} has"
-                    f" {theirs[name]}"
-                )
+                    f"ranks disagree on the {name}: rank 0 has {first}, rank {rank} has {other}"
+                ) from problem
+
+
+def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:
+    """The first entries that differ in lists, also in nested ones; None after the end of one."""
+    while isinstance(a, list) and isinstance(b, list):
+        a, b = next((x, y) for x, y in zip_longest(a, b) if x != y)
+    return a, b
+
+
+@contextmanager
+def agreeing(group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """A context for checks, after which check_agreement() compares what they put into the dict.
+
+    An exception is this rank's problem. Collective at the end.
+    """
+    mine, problem = dict[str, Any](), None
+    try:
+        yield mine
+    except Exception as error:
+        problem = error
+    check_agreement(mine, group, problem)

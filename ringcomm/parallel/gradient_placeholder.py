@@ -104,8 +104,10 @@ def hookable(param: Tensor) -> Iterator[None]:
     """A context in which torch takes hooks of a frozen parameter, which may be unfrozen later."""
     is_trained = param.requires_grad
     param.requires_grad_()
-    yield
-    param.requires_grad_(is_trained)
+    try:
+        yield
+    finally:
+        param.requires_grad_(is_trained)
 
 
 class GradientHooks:
@@ -144,7 +146,7 @@ class GradientHooks:
         """Prepares `param.grad` for autograd, which adds to it."""
         if isinstance(param.grad, GradientPlaceholder):
             param.grad = None
-        else:  # None or another gradient, by the user
+        else:  # None, by the user or before the first gradient; or the user's own gradient
             self._consumer.drop_gradient(param)
 
     def after(self, param: nn.Parameter) -> None:

@@ -123,7 +123,10 @@ def new_state(optimizer: Any, group: dict[str, Any], param: Any, value: Tensor) 
 
 
 def retire(optimizer: torch.optim.Optimizer, new_owner: str) -> None:
-    """Makes an optimizer that was given away raise before it writes anything."""
+    """Makes an optimizer that was given away raise before it writes anything, and drops its state.
+
+    A scheduler that was made for it keeps it.
+    """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
@@ -131,6 +134,7 @@ def retire(optimizer: torch.optim.Optimizer, new_owner: str) -> None:
             f" optimizer that {new_owner} returned"
         )
 
+    optimizer.state = defaultdict(dict)
     optimizer.register_step_pre_hook(refuse)  # a scheduler has replaced `step`
     names = {"zero_grad", "add_param_group", "state_dict", "load_state_dict"}
     for name in names | ({"train", "eval"} & {*dir(optimizer)}):

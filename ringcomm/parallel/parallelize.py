@@ -1,6 +1,5 @@
 """Distributes a model over all axes of a mesh in one call."""
 
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ringcomm.backend import resolve_group
 from ringcomm.parallel import zero
-from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.flat_collectives import agreeing
 from ringcomm.parallel.loss import CountItems, Loss
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe, start_equal
@@ -119,27 +119,31 @@ def parallelize(
     from ringcomm.parallel.pipeline.schedules import make_plan
 
     mesh_given: Any = dims
-    if not isinstance(mesh_given, ParallelDims):
-        got = type(mesh_given).__name__
-        raise TypeError(f"dims must be a ParallelDims, such as ParallelDims(dp=2), got {got}")
-    stage = zero_stage if zero_stage is not None else (3 if dims.fsdp > 1 else 0)
-    num = num_microbatches
-    if num is None:
-        num = 2 * dims.pp if dims.pp > 1 else 1
     tensor_options = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
     given: Any = optimizer
-    if isinstance(given, torch.optim.Optimizer):
-        name = type(given).__name__
-        why = f"optimizer must be a function that makes one: lambda params: {name}(params)"
-        raise TypeError(why)
-    make_plan(schedule, dims.pp, num)  # raises for one that there is not
-    options_of_zero = _check_options(dims, stage, shard_options, **tensor_options)
-    given_model = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
-    described = describe(given_model)
-    is_whole = dims["batch"].size() * num == 1
-    adapter = Adapter(model, described, dims, loss_fn, count_items=count_items, is_whole=is_whole)
-    options = {"zero_stage": stage, "schedule": schedule, "num_microbatches": num}
-    options |= {"recompute": recompute, **tensor_options}
+    world = resolve_group()
+    with agreeing(world) as mine:  # before meshes are made
+        if not isinstance(mesh_given, ParallelDims):
+            got = type(mesh_given).__name__
+            raise TypeError(f"dims must be a ParallelDims, such as ParallelDims(dp=2), got {got}")
+        stage = zero_stage if zero_stage is not None else (3 if dims.fsdp > 1 else 0)
+        num = num_microbatches
+        if num is None:
+            num = 2 * dims.pp if dims.pp > 1 else 1
+        if isinstance(given, torch.optim.Optimizer):
+            name = type(given).__name__
+            why = f"optimizer must be a function that makes one: lambda params: {name}(params)"
+            raise TypeError(why)
+        make_plan(schedule, dims.pp, num)  # raises for one that there is not
+        options_of_zero = _check_options(dims, stage, shard_options, **tensor_options)
+        given_model = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
+        described = describe(given_model)
+        is_whole = dims.dp * dims.fsdp * num == 1
+        numbers: Any = {"count_items": count_items, "is_whole": is_whole}
+        adapter = Adapter(model, described, dims, loss_fn, **numbers)
+        options = {"zero_stage": stage, "schedule": schedule, "num_microbatches": num}
+        options |= {"recompute": recompute, **tensor_options}
+        mine |= {"mesh": repr(dims), "options": repr(options)}
     is_split = max(dims.tp, dims.pp, dims.ep) > 1
     words: Any = {"elementwise": elementwise, "whole": whole}
     has_parts = is_split or stage > 0
@@ -174,13 +178,14 @@ def parallelize(
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     # At stage 0 it may copy weights when it is made: now they are those of rank 0.
     is_twice = is_split or stage == 0
-    made: Any = optimizer(model.parameters()) if is_twice else first
     own = describe(model)  # of what is split by now
     of_others = {*given_model.parameters()} - own.weights.keys()  # of other stages
-    for each in optimizers_of(made):
-        refuse_split(own, each, asks is not None and asks(each), of_others=of_others)
-        if asks is not None:  # else layers that are split by hand ask at its first step
-            asked.add(each)
+    with agreeing(world):  # a stage of a pipeline may have no weights for it
+        made: Any = optimizer([*model.parameters()]) if is_twice else first
+        for each in optimizers_of(made):
+            refuse_split(own, each, asks is not None and asks(each), of_others=of_others)
+            if asks is not None:  # else layers that are split by hand ask at its first step
+                asked.add(each)
     firsts = optimizers_of(first) if is_twice else ()
     for each, same in zip(firsts, optimizers_of(made), strict=False):
         if each is not same:
@@ -232,14 +237,18 @@ def _check_model(
 
     Raises the same error on all ranks. Collective.
     """
-    problem, shapes, made, loss = None, [], None, ""
-    try:
+    with agreeing(resolve_group()) as mine:
         refuse(described, Asked("parallelize", "parallelize", others=adapter.systems))
         adapter.check(
             sequence_parallel=options["sequence_parallel"], gather_logits=options["gather_logits"]
         )
-        loss = adapter.check_loss()
-        made = optimizer(described.module.parameters())
+        if options["recompute"] and adapter.dims.pp == 1 and not default_units(described.module):
+            raise ValueError(
+                "recompute=True is for the layers of a ModuleList or Sequential, and the model has"
+                " none: leave it out, or use torch.utils.checkpoint in the model"
+            )
+        mine["loss"] = adapter.check_loss()
+        made: Any = optimizer([*described.module.parameters()])
         if check_zero is not None:
             check_zero(described.module, optimizers_of(made))
         elif not isinstance(made, torch.optim.Optimizer):
@@ -252,22 +261,15 @@ def _check_model(
             refuse_split(described, each, asks is not None and asks(each), to_split=to_split)
         # Ranks have different parts of layers that are split already.
         if not (adapter.is_split or adapter.has_experts):
-            weights = described.weights.items()
-            shapes = [(w.name, tuple(param.shape), str(param.dtype)) for param, w in weights]
-    except (TypeError, ValueError) as error:
-        problem = error
-    facts = {
-        "mesh": repr(adapter.dims),
-        "options": repr(options),
-        "problem of the model": repr(problem),
-        "loss": loss,
-        "names, shapes and dtypes of parameters": (
-            f"{len(shapes)} of digest {zlib.crc32(repr(shapes).encode()):08x}"
-        ),
-    }
-    check_agreement(facts, dist.group.WORLD)  # type: ignore[arg-type]
-    if problem is not None:
-        raise problem
+            mine["names, shapes and dtypes of parameters"] = [
+                (w.name, tuple(param.shape), str(param.dtype))
+                for param, w in described.weights.items()
+            ]
+            mine["weights of parameter groups"] = [
+                sorted(described.weights[param].name for param in group["params"])
+                for each in optimizers_of(made)
+                for group in each.param_groups
+            ]
     return made
 
 

@@ -185,7 +185,8 @@ class Parallelized:
         numbers = [sum(self._counts), problem is not None, is_changed]
         facts = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         # Ranks without the last stage may have targets without values.
-        for axis, op in (("batch", dist.ReduceOp.SUM), ("pp", dist.ReduceOp.MAX)):
+        for axis in ("batch", "pp", "tp"):
+            op = dist.ReduceOp.SUM if axis == "batch" else dist.ReduceOp.MAX
             if self.dims[axis].size() > 1:
                 group = self.dims.group(axis)
                 facts = facts.to(device_of(group))

@@ -26,7 +26,14 @@ from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import make_tier
 from ringcomm.parallel.offload.weight_shards import WeightShards
-from ringcomm.parallel.zero.inner import Given, Grads, Inner, InnerSteps
+from ringcomm.parallel.zero.inner import (
+    Given,
+    Grads,
+    Inner,
+    InnerSteps,
+    check_options,
+    option_bytes,
+)
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 
 _CPU = torch.device("cpu")
@@ -159,7 +166,10 @@ class ZeroInfinity(ZeroOptimizer):
             self._compare(group)
         self._hooks.collect()
         has = any(map(self._shard_store.has_grad, self._own.values()))
-        return largest_of([has], [self.group])[0] > 0
+        facts = [has, *option_bytes(self.param_groups)]
+        has_any, *options = largest_of(facts, [self.group], torch.uint8)
+        check_options(options)
+        return has_any > 0
 
     def _set_sync(self, is_on: bool) -> None:
         if not is_on:

@@ -5,7 +5,6 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 """
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any, Literal, NoReturn
 
@@ -109,7 +108,6 @@ class Offloaded(PieceSteps):
         self._begin()
         for param, state in optimizer.state.items():
             self.set_state_of(param, state)
-        optimizer.state = defaultdict(dict)
         move_hooks(optimizer, self)
         retire(optimizer, "offload.Offloaded()")
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.flat_collectives import agreeing
 from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
@@ -96,40 +96,42 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
         elementwise: Collection[type] = (),
         whole: Collection[type] = (),
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a model, got {type(model).__name__}")
         group = resolve_group(group, mesh)
-        described = describe(model)
-        ranks = _checked_servers(servers, group.size())
-        if dedicated and len(ranks) == group.size():
-            raise ValueError("dedicated=True leaves no worker: use fewer servers or more ranks")
-        if staleness is not None and (type(staleness) is not int or staleness < 0):
-            raise ValueError(f"staleness must be None or a number of steps >= 0, got {staleness!r}")
+        with agreeing(group) as mine:
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"expected a model, got {type(model).__name__}")
+            described = describe(model)
+            ranks = _checked_servers(servers, group.size())
+            if dedicated and len(ranks) == group.size():
+                raise ValueError("dedicated=True leaves no worker: use fewer servers or more ranks")
+            if staleness is not None and (type(staleness) is not int or staleness < 0):
+                raise ValueError(
+                    f"staleness must be None or a number of steps >= 0, got {staleness!r}"
+                )
+            trained = [param for param in described.weights if param.requires_grad]
+            if not trained:
+                raise ValueError("no parameter requires grad: at least one is needed")
+            given = trained if param_groups is None else param_groups
+            copied: list[Any] = [dict(each) if isinstance(each, dict) else each for each in given]
+            groups = torch.optim.Optimizer(copied, {}).param_groups
+            asked = Asked("ParameterServer", "ParameterServer", trained={*params_in(groups)})
+            refuse(described, asked)
+            of_model = _made(make_optimizer, groups, len(trained))
+            needs_whole(of_model, elementwise, whole, is_copied=False)
+            groups = of_model.param_groups
+            self._params = {described.weights[param].name: param for param in params_in(groups)}
+            for name, param in self._params.items():
+                if type(param.data) is not Tensor or param.layout != torch.strided or param.is_meta:
+                    raise ValueError(
+                        f"parameters must be plain, dense tensors that have values; {name} is not"
+                    )
+            mine |= {
+                "options": (ranks, dedicated, staleness),
+                "parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in self._params.items()],
+                "parameter groups": [len(each["params"]) for each in groups],
+            }
         self._model, self._staleness = model, staleness
         self.server_optimizer: torch.optim.Optimizer | None = None
-        trained = [param for param in described.weights if param.requires_grad]
-        if not trained:
-            raise ValueError("no parameter requires grad: at least one is needed")
-        given = trained if param_groups is None else param_groups
-        copied: list[Any] = [dict(each) if isinstance(each, dict) else each for each in given]
-        groups = torch.optim.Optimizer(copied, {}).param_groups
-        asked = Asked("ParameterServer", "ParameterServer", trained={*params_in(groups)})
-        refuse(described, asked)
-        of_model = _made(make_optimizer, groups, len(trained))
-        needs_whole(of_model, elementwise, whole, is_copied=False)
-        groups = of_model.param_groups
-        self._params = {described.weights[param].name: param for param in params_in(groups)}
-        for name, param in self._params.items():
-            if type(param.data) is not Tensor or param.layout != torch.strided or param.is_meta:
-                raise ValueError(
-                    f"parameters must be plain, dense tensors that have values; {name} is not"
-                )
-        mine = {
-            "options": (ranks, dedicated, staleness),
-            "parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in self._params.items()],
-            "parameter groups": [len(each["params"]) for each in groups],
-        }
-        check_agreement(mine, group)
         backend: Any = backend_of(group, torch.device("cpu"))
         self.group: dist.ProcessGroup = dist.new_group(
             dist.get_process_group_ranks(group),

@@ -124,16 +124,16 @@ def wrap_stages(
     return wrapped
 
 
-def problem_of(
+def check_blocks(
     module: nn.Module, named: Mapping[str, nn.Module], owned: Sequence[Sequence[str]]
-) -> str:
-    """The reason why a rank with some of the blocks cannot start, or "ready".
+) -> None:
+    """Raises TypeError or ValueError if a rank with some of the blocks cannot start.
 
     `owned` has the names of the blocks of each rank.
     """
     for rank, names in enumerate(owned):
         if not any(True for name in names for _ in named[name].parameters()):
-            return (
+            raise ValueError(
                 f"rank {rank} would have no parameters, only {', '.join(names)}, and its optimizer"
                 " would fail alone: use fewer ranks, other costs=, or join these blocks to others"
             )
@@ -141,13 +141,11 @@ def problem_of(
     children_of(whole).update(named)
     devices = {str(p.device) for p in module.parameters() if not p.is_meta}
     if len(devices) > 1:
-        return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them to one"
-    try:
-        refuse(describe(whole), Asked("Pipeline", "Pipeline"))
-        refuse(describe(module), Asked("stage", "Pipeline"))
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return "ready"
+        raise ValueError(
+            f"the blocks are on several devices, {', '.join(sorted(devices))}: move them to one"
+        )
+    refuse(describe(whole), Asked("Pipeline", "Pipeline"))
+    refuse(describe(module), Asked("stage", "Pipeline"))
 
 
 class StageModule(nn.Module):

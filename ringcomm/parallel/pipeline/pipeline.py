@@ -11,18 +11,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, gathered_rows
+from ringcomm.parallel.flat_collectives import (
+    agreeing,
+    all_gathered,
+    check_agreement,
+    gathered_rows,
+)
 from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, check_values, parameters_of
 from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
+    check_blocks,
     copy_tied_from_first,
     cut_blocks,
     named_blocks,
     part_of,
-    problem_of,
     tied_gradients_summed,
     wrap_stages,
 )
@@ -122,36 +127,35 @@ class Pipeline:
         device: torch.device | str | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
-        named = named_blocks(blocks)
         self.group = resolve_group(group, mesh)
         rank, ranks = self.group.rank(), range(self.group.size())
-        self.plan = make_plan(schedule, len(ranks), num_microbatches, num_stages_per_rank)
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
-        self._is_sum, self._loss_scale = loss_reduction == "sum", 1.0
+        with agreeing(self.group) as mine:
+            named = named_blocks(blocks)
+            self.plan = make_plan(schedule, len(ranks), num_microbatches, num_stages_per_rank)
+            if loss_reduction not in ("mean", "sum"):
+                raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
+            self._is_sum = loss_reduction == "sum"
+            if not isinstance(loss_fn, PartLoss):
+                loss_fn = PartLoss(loss_fn, count_items, is_sum=self._is_sum)
+            self._loss = loss_fn
+            self.stages = cut_blocks(named, costs, self.plan.num_stages)
+            own = [[name for s in self.plan.stages_of(r) for name in self.stages[s]] for r in ranks]
+            self.module = part_of(named, own, self.group)
+            stages_per_rank = self.plan.stages_per_rank
+            mine |= {
+                "options": (schedule, num_microbatches, stages_per_rank, recompute, loss_reduction),
+                "loss": self._loss.shown,
+                "stages": self.stages,
+                "parameters' shapes": [
+                    [tuple(p.shape) for p in block.parameters()] for block in named.values()
+                ],
+            }
+            check_blocks(self.module, named, own)
+            if self._loss.problem:
+                raise TypeError(self._loss.problem)
+        self._loss_scale = 1.0
         self.known_labels: list[float] | None = None  # of the next batch, if its caller has counted
         self._losses: list[Tensor] = []  # of the micro-batches so far, detached and not scaled
-        if not isinstance(loss_fn, PartLoss):
-            loss_fn = PartLoss(loss_fn, count_items, is_sum=self._is_sum)
-        self._loss = loss_fn
-        self.stages = cut_blocks(named, costs, self.plan.num_stages)
-        own = [[name for s in self.plan.stages_of(r) for name in self.stages[s]] for r in ranks]
-        self.module = part_of(named, own, self.group)
-        problem = problem_of(self.module, named, own)
-        options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
-        shapes = [[tuple(p.shape) for p in block.parameters()] for block in named.values()]
-        mine = {
-            "options": options,
-            "loss": self._loss.shown,
-            "stages": self.stages,
-            "parameters' shapes": shapes,
-            "state of their blocks": problem,
-        }
-        check_agreement(mine, self.group)
-        if self._loss.problem:
-            raise TypeError(self._loss.problem)
-        if problem != "ready":
-            raise ValueError(problem)
         params = list(self.module.parameters())
         found = (p.device for p in params if not p.is_meta)
         self.device = torch.device(device or next(found, "cpu"))

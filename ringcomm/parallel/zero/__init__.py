@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import check_data_ranks
-from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.flat_collectives import agreeing, take_from_rank0
 from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import Asked, refuse, refuse_split
@@ -137,50 +137,63 @@ def shard(
             gradient, or is of an embedding with max_norm; an option is out of range; ranks have
             different arguments. Nothing has been changed.
 
-    Collective: exchanges one object of options and shapes, with broadcasts of weights and buffers.
+    Collective: exchanges one object of options, names and shapes; broadcasts weights and buffers.
     """
-    options = ShardOptions(
-        bucket_bytes=bucket_bytes,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        loss_scale=loss_scale,
-        clip_grad_norm=clip_grad_norm,
-        offload_weights=offload_weights,
-    )
-    if stage not in (1, 2, 3):
-        raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}")
-    if units is not None and stage != 3:
-        raise ValueError("units= is for stage 3 only")
-    if offload_weights and stage != 3:
-        raise ValueError("offload_weights is for stage 3 only")
-    described, inners = check_arguments(
-        model, optimizers_of(optimizer), options, stage, mesh, (elementwise, whole)
-    )
-    groups = [group for inner in inners for group in inner.groups]
-    is_grid = mesh is not None and mesh.ndim == 2
-    if is_grid and (stage != 3 or offload_weights or group is not None):
-        raise ValueError(
-            "a mesh of two dimensions needs stage 3, without group and offload_weights"
-        )
+    is_grid = mesh is not None and mesh.ndim == 2 and group is None
     resolved = flat_mesh(mesh).get_group() if is_grid else resolve_group(group, mesh)
-    check_data_ranks(model, resolved, "zero.shard()")
-    # Ranks have different experts.
-    shared = [[p for p in g["params"] if described.weights[p].experts is None] for g in groups]
-    buffers = [value for value, of in described.buffers.items() if of.experts is None]
-    state = _joined_state(inners)
-    units = None if units is None else [*units]
-    names = {module: name for name, module in model.named_modules()}
-    mine = {
-        "stage": stage,
-        "options": options,
-        "optimizer": [(type(inner.optimizer).__name__, inner.is_whole) for inner in inners],
-        "shapes": [[tuple(param.shape) for param in params] for params in shared],
-        "dtypes": [[str(param.dtype) for param in params] for params in shared],
-        "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers],
-        "presence of states": bool(state["state"]),
-        "units": sorted(names.get(unit, "") for unit in units or () if isinstance(unit, nn.Module)),
-    }
-    check_agreement(mine, resolved)
+    with agreeing(resolved) as mine:
+        units = None if units is None else [*units]
+        options = ShardOptions(
+            bucket_bytes=bucket_bytes,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            loss_scale=loss_scale,
+            clip_grad_norm=clip_grad_norm,
+            offload_weights=offload_weights,
+        )
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}")
+        if units is not None and stage != 3:
+            raise ValueError("units= is for stage 3 only")
+        if offload_weights and stage != 3:
+            raise ValueError("offload_weights is for stage 3 only")
+        if is_grid and (stage != 3 or offload_weights):
+            raise ValueError(
+                "a mesh of two dimensions needs stage 3, without group and offload_weights"
+            )
+        described, inners = check_arguments(
+            model, optimizers_of(optimizer), options, stage, mesh, (elementwise, whole)
+        )
+        check_data_ranks(model, resolved, "zero.shard()")
+        state = _joined_state(inners)
+        names = {module: name for name, module in model.named_modules()}
+        param_groups = [group for inner in inners for group in inner.groups]
+        # Ranks have different experts.
+        weights = [[described.weights[p] for p in g["params"]] for g in param_groups]
+        shared = [[w for w in of_group if w.experts is None] for of_group in weights]
+        numbered = enumerate(w for of_group in weights for w in of_group)
+        shared_states = [
+            (w, state["state"][i]) for i, w in numbered if w.experts is None and i in state["state"]
+        ]
+        buffers = [value for value, of in described.buffers.items() if of.experts is None]
+        mine |= {
+            "stage": stage,
+            "options": options,
+            "optimizer": [(type(inner.optimizer).__name__, inner.is_whole) for inner in inners],
+            "parameter groups": [
+                [(w.name, tuple(w.tensor.shape), str(w.tensor.dtype)) for w in of_group]
+                for of_group in shared
+            ],
+            "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers],
+            "presence of states": bool(state["state"]),
+            "states": [
+                (w.name, {key: _look_of(x) for key, x in of_weight.items()})
+                for w, of_weight in shared_states
+            ],
+            "units": sorted(
+                names.get(unit, "") for unit in units or () if isinstance(unit, nn.Module)
+            ),
+        }
     given = Given(described, inners, stage, resolved, mesh, units, options)
     made: ZeroOptimizer
     if offload_weights:
@@ -192,9 +205,19 @@ def shard(
     for inner in inners:
         retire(inner.optimizer, "zero.shard()")
     note_trainer(made.all_params(), made)
+    take_from_rank0(
+        [x for _, of in shared_states for x in of.values() if isinstance(x, Tensor)], resolved
+    )
     if state["state"]:
         made.load_state_dict(state)
     return made
+
+
+def _look_of(value: Any) -> Any:
+    """What ranks must have alike of a state whose values rank 0 sends."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    return value if isinstance(value, int | float) else type(value).__name__
 
 
 def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ringcomm.parallel.flat_collectives import (
 )
 from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
 from ringcomm.parallel.zero.bucket_plan import BucketPlan
+from ringcomm.parallel.zero.inner import NUM_OPTION_BYTES, check_options
 
 
 class Bucket:
@@ -200,7 +201,7 @@ class Bucket:
 
 
 # The bytes of a pass or a step that ranks share beside one of each weight: see _share_facts().
-NUM_FACTS = 3
+NUM_FACTS = 3 + NUM_OPTION_BYTES
 
 
 class GradientReducer:
@@ -210,7 +211,7 @@ class GradientReducer:
     even without gradients; docs/design/zero.md explains when. A later gradient waits for the next
     pass or the step, and so do those of `late` weights (see GradientHooks). Ranks may make
     different numbers of passes: a rank announces each pass, and ranks in agree() take part in it.
-    With `waits` all of that is at the end of a pass, where sharded experts have exchanged their
+    With `defers` all of that is at the end of a pass, where sharded experts have exchanged their
     gradients: a rank in the middle of its pass would wait for one that waits for its tokens.
     """
 
@@ -222,9 +223,9 @@ class GradientReducer:
         late: Collection[nn.Parameter],
         *,
         reduces: bool,
-        waits: bool,
+        defers: bool,
     ) -> None:
-        self._buckets, self.reduces, self._waits = buckets, reduces, waits
+        self._buckets, self.reduces, self._defers = buckets, reduces, defers
         # Ranks with other experts have other buckets of them.
         self._groups = list(dict.fromkeys([group, *(bucket.group for bucket in buckets)]))
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
@@ -259,13 +260,13 @@ class GradientReducer:
         if is_in_pass:
             if not self._has_begun:
                 self._has_begun = self._has_passed = True
-                if not self._waits:
-                    self._share_facts(is_pass=True)
+                if not self._defers:
+                    self._share_facts()
             self._watch()
-            if not self._waits:
-                self._pass_over(idx)
+            if not self._defers:
+                self._reduce_finished_before(idx)
         self._buckets[idx].take(param, grad)
-        if is_in_pass and not self._waits:
+        if is_in_pass and not self._defers:
             self._left[idx].discard(param)
             while self._next < len(self._buckets) and not self._left[self._next]:
                 self._reduce_next()
@@ -275,6 +276,7 @@ class GradientReducer:
         bucket = self._buckets[self._index[param]]
         if param in bucket.reduced:
             self._in_flight.settle()
+            self._has_dropped = True  # this rank's part of the sum: the others must, too
         bucket.drop(param)
 
     def join(self) -> None:
@@ -286,7 +288,7 @@ class GradientReducer:
         if not self.reduces or not self.hooks.nodes:
             return
         if not self._has_passed:
-            self._share_facts(is_pass=True)
+            self._share_facts()
             self._end_pass()
         self._has_passed = False
 
@@ -310,38 +312,45 @@ class GradientReducer:
 
     def _complete(self) -> None:
         """Ends a pass that has failed, in which other ranks may have come further."""
-        if self._has_begun and not self._waits:
+        if self._has_begun and not self._defers:
             self._end_pass()
         self.forget()
 
     # ---- agreement of all ranks
 
-    def agree(self) -> tuple[int, set[Any]]:
+    def agree(self, options: Sequence[int]) -> tuple[int, set[Any]]:
         """Whether any rank has a gradient; weights with one, and buckets with a fresh one.
 
+        `options` are compared by check_options(), which raises on all ranks.
         Collective: one MAX all_reduce for each group of buckets, and each backward pass that only
         other ranks make. Raises RuntimeError on all ranks: some have dropped gradients.
         """
         self._complete()
-        while (found := self._share_facts(is_pass=False))[0] == 2:
+        while (found := self._share_facts(options))[0] == 2:
             self._end_pass()
         self._has_dropped = self._has_passed = False
         return found
 
-    def _share_facts(self, *, is_pass: bool) -> tuple[int, set[Any]]:
-        """Of any rank: 2 if a pass begins, 1 if a gradient is there, or 0; see agree()."""
+    def _share_facts(self, options: Sequence[int] = ()) -> tuple[int, set[Any]]:
+        """Of any rank: 2 if a pass begins, 1 if a gradient is there, or 0; see agree().
+
+        A pass has no options.
+        """
         has_dropped: list[int] = [self._has_dropped, not self._has_dropped]
         mine: set[Any] = {param for b in self._buckets for param in b.arrived | b.reduced}
-        found, what = 0, 2 if is_pass else int(bool(mine))
+        found, what = 0, int(bool(mine)) if options else 2
         mine |= {bucket for bucket in self._buckets if bucket.arrived}
         present = set[Any]()
         for group in self._groups:
             buckets = [bucket for bucket in self._buckets if bucket.group is group]
             keys = [*(param for bucket in buckets for param in bucket.params), *buckets]
-            facts = [what, *has_dropped, *(key in mine for key in keys)]
+            own_options = options or [0] * NUM_OPTION_BYTES
+            facts = [what, *has_dropped, *own_options, *(key in mine for key in keys)]
             if group is not None:
                 facts = largest_of(facts, [group], torch.uint8)
-            found, has_dropped = max(found, facts[0]), facts[1:NUM_FACTS]
+            found, has_dropped = max(found, facts[0]), facts[1:3]
+            if found < 2:
+                check_options(facts[3:NUM_FACTS])
             present |= {key for key, is_so in zip(keys, facts[NUM_FACTS:], strict=True) if is_so}
         if all(has_dropped):
             self.forget()
@@ -368,7 +377,7 @@ class GradientReducer:
             self._reduce_next()
         self.forget()
 
-    def _pass_over(self, idx: int) -> None:
+    def _reduce_finished_before(self, idx: int) -> None:
         """Reduces the buckets before `idx` that get no more gradients in this backward pass."""
         current = current_pass()
         while self._next < idx:
@@ -390,8 +399,8 @@ class GradientReducer:
         """Called at the end of a backward pass, or of the nested one of a reentrant checkpoint."""
         outer: Any = running_node()
         if outer is None:
-            if self._waits:
-                self._share_facts(is_pass=True)
+            if self._defers:
+                self._share_facts()
             self._end_pass()
             return
         # A node of the outer pass has run this one. Later nodes run in the outer pass.

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -133,6 +134,30 @@ def refuse_ddp(model: nn.Module, *_: Any) -> None:
             "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
             " which would reduce gradients again: call the model itself. With Accelerate or"
             " Trainer, call register() of ringcomm.integrations"
+        )
+
+
+# The bytes of an agreement of all ranks on the options that schedulers set.
+NUM_OPTION_BYTES = 8
+_SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
+
+
+def option_bytes(groups: Iterable[dict[str, Any]]) -> list[int]:
+    """The bytes of a digest, and 255 minus each; without tensors, which the host may wait for."""
+    options = [[group.get(key) for key in _SCHEDULED] for group in groups]
+    known = [[None if isinstance(x, Tensor) else x for x in of_group] for of_group in options]
+    digest = zlib.crc32(repr(known).encode()).to_bytes(NUM_OPTION_BYTES // 2, "little")
+    return [*digest, *(255 - byte for byte in digest)]
+
+
+def check_options(most: Sequence[int]) -> None:
+    """Raises ValueError if the ranks' option_bytes(), of which `most` is the maximum, differ."""
+    half = NUM_OPTION_BYTES // 2
+    if any(a + b != 255 for a, b in zip(most[:half], most[half:], strict=True)):
+        raise ValueError(
+            f"ranks have different options of parameter groups ({', '.join(_SCHEDULED)}), of which"
+            " each would update its shards. No weight has been written. Set them alike on all"
+            " ranks; a scheduler that takes a loss needs the same one on all"
         )
 
 

@@ -160,7 +160,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Afterwards gradients are dropped, also of a step that was made and without zero_grad().
 
         Raises:
-            ValueError: the model was changed: a weight was added or moved.
+            ValueError: the model was changed: a weight was added or moved. Or ranks have different
+                lr, betas, momentum or weight_decay in parameter groups.
             RuntimeError: with clip_grad_norm and no loss scale, the norm is not finite; at stage 3,
                 `.data` of a weight was set, or its last backward pass was in no_sync(). No rank has
                 written a weight, and in the first case the gradients are dropped. At stage 2, also
@@ -279,8 +280,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """A context for replacing states outside a step. Collective."""
         yield
 
-    # ---- the step: step() calls _agree(), and _step() _look(), _update(), which calls
-    # _step_inner(), and _forget_gradients(). A stage has its own of what is abstract.
+    # ---- the step: step() calls _agree(), then _step(). _step() calls _look(), _update() and
+    # _forget_gradients(); _update() calls _step_inner(). Each stage defines the abstract ones.
 
     def _step_inner(self, grads: Grads, factor: float) -> None:
         """Steps of the given classes on parts of weights, by their gradients times a factor."""

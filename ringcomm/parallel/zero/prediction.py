@@ -21,7 +21,7 @@ from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, state_
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.zero.bucket import NUM_FACTS
 from ringcomm.parallel.zero.bucket_plan import BucketPlan, plan_buckets
-from ringcomm.parallel.zero.inner import ShardOptions
+from ringcomm.parallel.zero.inner import NUM_OPTION_BYTES, ShardOptions
 from ringcomm.parallel.zero.owners import owners_by_group, rows_of
 
 
@@ -135,8 +135,8 @@ def predict_traffic(
             total += 4 * others  # the number of rounds
     if stage < 3:
         buckets = _planned(optimizers, owners, ranks)
-        # Whether a pass begins, whether gradients were dropped or not, which weights have one, and
-        # which buckets are to be reduced.
+        # Whether a pass begins, whether gradients were dropped or not, options, which weights have
+        # one, and which buckets are to be reduced.
         num_shares = 1 + num_backwards if stage == 2 else 1
         facts = [*params, *(bucket.params[0] for bucket in buckets)]
         total += num_shares * ranks.bytes_of_facts(facts, NUM_FACTS)
@@ -150,9 +150,9 @@ def predict_traffic(
         return total
     if chosen.offload_weights:
         num_compared = (num_backwards + 1) * sum(ranks.place(param)[1] - 1 for param in params)
-        total += 8 * num_compared + 4 * others
+        total += 8 * num_compared + (1 + NUM_OPTION_BYTES) * others
     else:
-        total += ranks.bytes_of_facts(params)
+        total += ranks.bytes_of_facts(params, 1 + NUM_OPTION_BYTES)
     for param in model.parameters():
         grad_bytes = ranks.grad_itemsize if param.requires_grad else 0
         num_others = ranks.place(param)[1] - 1

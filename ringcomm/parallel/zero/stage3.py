@@ -30,7 +30,13 @@ from ringcomm.parallel.model.units import (
     watch_whole_weights,
     with_own_memory,
 )
-from ringcomm.parallel.zero.inner import Given, data_was_set
+from ringcomm.parallel.zero.inner import (
+    NUM_OPTION_BYTES,
+    Given,
+    check_options,
+    data_was_set,
+    option_bytes,
+)
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 
 
@@ -151,6 +157,7 @@ class Zero3(ZeroOptimizer):
         refuse_create_graph("stage 3 of zero.shard()")
         self._awaits_backward = False
         if not self._passes:  # fully_shard adds to gradients that users have set
+            self._marked = {p for p in self._marked if p.grad is not None or p in self._kept}
             self._marked.update(filter(self._is_by_user, self.all_params()))
         self._passes.enter()
 
@@ -190,13 +197,16 @@ class Zero3(ZeroOptimizer):
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
         found, most = dict[nn.Parameter, int](), 0
+        options = option_bytes(self.param_groups)
         # All ranks last: they learn what is true of some rank's experts.
         for group in self.inner.rank_groups:
             params = [param for param in self.all_params() if self.inner.group_of[param] is group]
             has = [self._has_gradient(param) for param in params]
-            facts = largest_of([most, *has], [group], torch.uint8)
+            facts = largest_of([*options, most, *has], [group], torch.uint8)
+            options, facts = facts[:NUM_OPTION_BYTES], facts[NUM_OPTION_BYTES:]
             found |= zip(params, facts[1:], strict=True)
             most = max(facts)
+        check_options(options)
         self._awaits_backward &= not most
         if most == 2:
             raise RuntimeError(

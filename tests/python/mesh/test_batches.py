@@ -310,6 +310,8 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
     refused(train, "no labels on any rank", ids[:, :1], ids[:, :1])
     text = "another rank cannot use its batch" if rank else 'no "labels"'
     refused(train, text, batch if rank else unlabelled)
+    split = parallelize(make(), ParallelDims(tp=2), sgd)
+    refused(split, text, batch if rank else unlabelled)
     packed = batch_of("packed", 0)
     refused(train, "leave it out", {**packed, "attention_mask": torch.ones_like(ids)})
     lengths = {"input_ids": ids, "labels": labels, "cu_seq_lens_q": torch.tensor([0, 4, 12])}

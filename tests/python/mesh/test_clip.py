@@ -27,6 +27,7 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.parallel import clip_grad_norm_, expert, pipeline, tensor
+from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.model.describe import describe
 
@@ -253,3 +254,10 @@ def test_an_optimizer_that_clips_is_asked() -> None:
     optimizer = OwnNorm([nn.Parameter(torch.zeros(1))], 1.0)
     found: Any = clip_grad_norm_(optimizer, 2.0, error_if_nonfinite=True)
     assert found == (2.0, {"error_if_nonfinite": True})
+
+
+def test_a_loss_scale_that_overflows_in_every_step_stays_positive() -> None:
+    scale = LossScale("dynamic")
+    for _ in range(2000):
+        scale.update(has_overflow=True)
+    assert scale.value == LossScale.least_value > 0

@@ -302,8 +302,28 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(TypeError, match="run the model once before parallelize"):
         parallelize(lazy, ParallelDims(), optimizer_of, **mse)
-    with pytest.raises(ValueError, match="ranks disagree on the problem of the model"):
+    with pytest.raises(ValueError, match="ranks disagree on the problem of the arguments"):
         parallelize(lazy if rank else own, ParallelDims(), optimizer_of, **mse)
+    refused("rank 0 has ValueError('zero_stage must be", {}, own,
+        zero_stage=0 if rank else 4, **mse)  # fmt: skip
+    refused("recompute=True is for the layers of", {}, Block(), recompute=True, **mse)
+    with pytest.raises(TypeError, match="a dict of blocks is for a pipeline"):
+        parallelize({"0": Block(), "1": Block()}, ParallelDims(), optimizer_of, **mse)
+    refused("ranks disagree on the mesh", {"tp": 1 + rank % 2}, split, **mse)
+
+    def of_rank(params: Any) -> Any:
+        if rank == 0:
+            raise RuntimeError("only here")
+        return optimizer_of(params)
+
+    def of_matrices(params: Any) -> Any:
+        return torch.optim.SGD([param for param in params if param.dim() > 1], 0.1)
+
+    with pytest.raises(ValueError, match=r"rank 0 has RuntimeError.*only here.*1 has None"):
+        parallelize(own, ParallelDims(), of_rank, **mse)
+    flat = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    with pytest.raises(ValueError, match=r"rank 3 has ValueError.*got an empty parameter"):
+        parallelize(flat, ParallelDims(pp=4), of_matrices, **mse)
 
 
 class _Copying(torch.optim.SGD):
@@ -323,8 +343,14 @@ class _Copying(torch.optim.SGD):
 @in_ranks(2)
 def test_an_optimizer_that_copies_weights_has_those_of_rank_0(rank: int) -> None:
     torch.manual_seed(rank)
-    model, make = nn.Linear(4, 4), lambda own: _Copying(own, 0.1)
+    model = nn.Linear(4, 4)
+
+    def make(params: Any) -> _Copying:
+        kinds = [[p for p in params if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
+        return _Copying([{"params": kind} for kind in kinds], 0.1)
+
     train = parallelize(model, ParallelDims(dp=2), make, loss_fn=nn.MSELoss())
+    assert train.optimizer.param_groups[1]["params"] == [model.bias]
     train.step(torch.ones(4, 4), torch.ones(4, 4))
     train.optimizer.step()
     theirs = model.weight.detach().clone()

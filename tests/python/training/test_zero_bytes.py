@@ -45,8 +45,9 @@ def test_formulas_by_hand() -> None:
     model: Any = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
     for stage, parts in ((1, 2), (2, 2), (3, 3)):
-        # Two weights, a bucket, whether a pass begins, whether gradients were dropped or not.
-        facts = 3 * {1: 6, 2: 2 * 6, 3: 3}[stage]
+        # Two weights, a bucket, whether a pass begins, whether gradients were dropped or not, and
+        # a digest of options.
+        facts = 3 * {1: 14, 2: 2 * 14, 3: 11}[stage]
         found = zero.predict_traffic(model, optimizer, stage, world_size=4)
         assert found == parts * 3 * 4 * 256 // 4 + facts
         if stage > 1:  # reduced in each backward pass
@@ -58,7 +59,7 @@ def test_formulas_by_hand() -> None:
     optimizer = make_optimizer(odd, "adamw")
     num_elems = sum(param.numel() for param in odd.parameters())
     by_rank = [zero.predict_traffic(odd, optimizer, 2, world_size=3, rank=r) for r in range(3)]
-    num_facts = len(list(odd.parameters())) + 4  # of a byte
+    num_facts = len(list(odd.parameters())) + 12  # of a byte
     assert sum(by_rank) == 2 * 2 * 4 * num_elems + 3 * 2 * 2 * num_facts
 
 

@@ -41,6 +41,7 @@ from whole_optimizers import AdaLomoOracle, Averaged
 from zero_models import (
     BUCKET_BYTES,
     STEPS,
+    Net,
     assert_close,
     batch,
     loss_of,
@@ -124,6 +125,21 @@ def test_weights_that_are_loaded_later_count(rank: int, stage: int) -> None:
     masters = [state["master"] for state in full_state(optimizer)["state"].values()]
     assert masters
     assert all(bool((master == 0.5).all()) for master in masters)
+
+
+@in_ranks(2)
+def test_states_are_those_of_rank_0(rank: int) -> None:
+    """Of a given optimizer that has made a step, as the weights are."""
+    model = Net()
+    given = make_optimizer(model, "momentum")
+    loss_of(model, *batch(rank)).backward()
+    given.step()
+    wanted: list[Any] = [[state["momentum_buffer"].clone() for state in given.state.values()]]
+    dist.broadcast_object_list(wanted, 0)
+    found = full_state(zero.shard(model, given, 1))["state"]
+    assert len(found) == len(wanted[0])
+    for state, value in zip(found.values(), wanted[0], strict=True):
+        assert torch.equal(state["momentum_buffer"], value)
 
 
 def make_redundant() -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from rows import (
     squared,
 )
 from rows import muon as muon_of
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
@@ -126,8 +127,20 @@ def test_errors_of_several_optimizers(rank: int) -> None:
     with pytest.raises(ValueError, match="Muon only supports 2D"):
         torch.optim.Muon(others)
     kinds = [muon, adamw] if rank == 0 else [adamw, muon]
-    with pytest.raises(ValueError, match="ranks disagree on the optimizer"):
-        zero.shard(model, kinds, 2)
+    turn = slice(None, None, 1 if rank == 0 else -1)
+    equal = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    a, b, c, d = equal.parameters()
+    groups = [{"params": pair} for pair in ([[a, b], [c, d]] if rank else [[a, c], [b, d]])]
+    by_rank: list[tuple[Any, Any, str]] = [
+        (model, kinds, "ranks disagree on the optimizer"),
+        (equal, torch.optim.Muon([a, b, c, d][turn]), r"rank 0 has \('0.weight.* \('3.weight"),
+        (equal, torch.optim.SGD(groups, 0.1), "ranks disagree on the parameter groups"),
+        (model, [muon, adamw] if rank else model, "rank 0 has TypeError.*, rank 1 has None"),
+    ]
+    for of_model, given, text in by_rank:
+        for stage in (1, 2, 3):
+            with pytest.raises(ValueError, match=text):
+                zero.shard(of_model, given, stage)
     assert same(full_weights(model), before)
     sharded = zero.shard(model, [muon, adamw], 1)
     with pytest.raises(ValueError, match="frozen by requires_grad_"):
@@ -143,6 +156,17 @@ def by_another_optimizer(made: Training) -> None:
     made.early.step()
 
 
+def by_options(made: Training) -> None:
+    """As of a scheduler that steps on each rank's loss."""
+    made.backward(7)
+    group = made.optimizer.param_groups[0]
+    group["lr"] *= 1 + made.rank
+    try:
+        made.optimizer.step()
+    finally:
+        group["lr"] /= 1 + made.rank
+
+
 def by_ddp(made: Training) -> None:
     """Around a part, whose forward the model's own hook does not see."""
     replica = DistributedDataParallel(made.model.last)
@@ -154,6 +178,13 @@ def by_its_own_zero_grad(made: Training) -> None:
     made.model.zero_grad(set_to_none=False)
 
 
+def by_zero_grad_on_one_rank(made: Training) -> None:
+    made.backward(7)
+    if made.rank == 0:
+        made.model.zero_grad()
+    made.optimizer.step()
+
+
 def by_penalty(made: Training) -> None:
     x, y = made.rows(7, made.rank)
     torch.autograd.grad(loss_of(made.model, x.requires_grad_(), y), x, create_graph=True)
@@ -161,7 +192,7 @@ def by_penalty(made: Training) -> None:
 
 def fails_first(call: Callable[[Training], Any], words: str, made: Training) -> None:
     if not made.is_alone:
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises((RuntimeError, ValueError), match=words):
             call(made)
         made.optimizer.zero_grad(set_to_none=False)
         assert made.system in SHARDED or all(p.grad is None for p in made.model.parameters())
@@ -174,11 +205,17 @@ FAILS: dict[str, tuple[Callable[[Training], Any], str, tuple[str, ...]]] = {
         r"param\.grad of a weight that zero",
         ("zero 1",),
     ),
+    "another lr on each rank": (by_options, r"different options .*\(lr, betas", ZERO),
     "DDP around a part": (by_ddp, r"param\.grad of a weight that zero", ("zero 2",)),
     "zero_grad() of the model": (
         by_its_own_zero_grad,
         r"param\.grad of a weight that zero[^:]*: .*call optimizer\.zero_grad\(\), which drops",
         STAGES[:2],
+    ),
+    "zero_grad() of the model on one rank": (
+        by_zero_grad_on_one_rank,
+        r"zero_grad\(\) has dropped gradients on some ranks",
+        ("zero 2",),
     ),
     "gradient penalty": (by_penalty, r"use stage 1 or 2 of zero\.shard", SHARDED),
 }
@@ -340,7 +377,10 @@ def test_the_given_optimizer_raises(rank: int, system: str) -> None:
     called: list[Any] = []
 
     def given_to(model: Any) -> Any:
-        given = offload.Offloaded(adamw(model)) if system == "infinity" else adamw(model)
+        plain = adamw(model)
+        sum(param.sum() for param in model.parameters()).backward()
+        apply_steps(plain)
+        given = offload.Offloaded(plain) if system == "infinity" else plain
         given.register_step_post_hook(lambda each, *_: called.append(each))
         return given
 
@@ -356,6 +396,7 @@ def test_the_given_optimizer_raises(rank: int, system: str) -> None:
         with pytest.raises(RuntimeError, match=r"use the optimizer that zero\.shard\(\) returned"):
             call()
     assert same(made.weights(), before)
+    assert system == "infinity" or not given.state  # a scheduler may keep the object
     made.optimizer.step()
     assert called == [made.optimizer]
     assert not torch.equal(made.weights()["first.weight"], before["first.weight"])

@@ -159,6 +159,14 @@ def set_before_the_pass(made: Training) -> None:
     made.step()
 
 
+def set_to_none(made: Training) -> None:
+    made.model(X).backward()
+    for param in made.model.parameters():
+        param.grad = None
+    made.model(X, 1).backward()
+    made.step()
+
+
 def dropped_by_the_model(made: Training) -> None:
     if not made.is_alone:
         with made.optimizer.no_sync():
@@ -181,6 +189,7 @@ BY_HAND = {
     ),
     "a unit that has never run in no_sync()": of_branches(unit_in_no_sync),
     "a gradient that was set before the pass": of_branches(set_before_the_pass),
+    "gradients that are set to None": of_branches(set_to_none),
     "gradients of no_sync() that the model drops": of_branches(dropped_by_the_model),
 }
 ROWS = BY_HAND | {
