@@ -115,9 +115,9 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
         groups = torch.optim.Optimizer(copied, {}).param_groups
         asked = Asked("ParameterServer", "ParameterServer", trained={*params_in(groups)})
         refuse(described, asked)
-        of_model = _made(make_optimizer, groups, len(trained))
+        # Optimizers and schedulers write into the groups that they get.
+        of_model = _made(make_optimizer, [dict(each) for each in groups], len(trained))
         needs_whole(of_model, elementwise, whole, is_copied=False)
-        groups = of_model.param_groups
         self._params = {described.weights[param].name: param for param in params_in(groups)}
         for name, param in self._params.items():
             if type(param.data) is not Tensor or param.layout != torch.strided or param.is_meta:
