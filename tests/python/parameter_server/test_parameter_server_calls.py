@@ -231,6 +231,29 @@ def test_make_optimizer_writes_into_its_groups(rank: int) -> None:
 
 
 @in_ranks(2)
+def test_weights_that_are_loaded_late(rank: int) -> None:
+    """The first gradient was theirs, and the update of the weights from before.
+
+    https://github.com/deepspeedai/DeepSpeed/pull/762, https://github.com/learning-at-home/hivemind/issues/446
+    """
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with ParameterServer(model, make_of("sgd")) as server:
+        server.pull()
+        for param in model.parameters():
+            param.data.mul_(2)  # as an average of weights for an evaluation
+        model.load_state_dict(before)
+        server.pull()
+        step_once(server, model, 0, rank, 2)
+        server.pull()
+    with ParameterServer(model, make_of("sgd")) as server:
+        model.load_state_dict(before)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="its servers have those of before: load weights"):
+                server.pull()
+
+
+@in_ranks(2)
 def test_a_model_in_another_dtype(rank: int) -> None:
     """Servers keep that in which it was given."""
     model = nn.Linear(2, 2).to(torch.bfloat16)
