@@ -118,6 +118,7 @@ def _let_the_doctor_come(pid: int) -> None:
 def _tell_peers_of_the_end(_pid: int) -> None:
     """Makes peers say in their errors whether this process exited, or which exception ended it."""
     atexit.register(_C.report_exit)
+    atexit.register(_C.end_continuations)  # a thread that calls Python after its end is a crash
     show = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -285,5 +285,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("shared_memory_usage", &shared_memory_usage);
   m.def("cgroup_limits", &cgroup_limits_of, "proc"_a, "cgroups"_a);
   m.def("report_exit", &host::Bootstrap::report_exit, "reason"_a = "");
+  m.def("end_continuations", &end_continuations, py::call_guard<py::gil_scoped_release>());
   m.def("simd_level", [] { return std::string(cpu::simd_level()); });
 }

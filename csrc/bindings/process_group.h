@@ -29,6 +29,8 @@ inline bool torch_wants_works() {
 std::vector<std::string> call_titles();
 /// All works that were started in a coalesced block, as one.
 WorkPtr coalesced_work(int rank, std::vector<WorkPtr> works);
+/// When Python ends: no future completes any more, because its continuations may be Python's.
+void end_continuations();
 
 /// A CPU tensor like torch.empty's, in memory that other processes of this host can map
 /// (host::SharedArena). Throws torch's OutOfMemoryError.

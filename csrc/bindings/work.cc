@@ -51,8 +51,17 @@ class Continuations {
   void submit(Task task) {
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
+    if (has_ended_) return;
     changed_.notify_one();
     keep_one_idle();
+  }
+
+  // Tasks that have not begun never will, nor are they freed: both may need Python. Waits for those
+  // that have, unless one takes longer than `patience`.
+  void end(std::chrono::milliseconds patience) {
+    std::unique_lock lock(mutex_);
+    has_ended_ = true;
+    changed_.wait_for(lock, patience, [this] { return num_running_ == 0; });
   }
 
  private:
@@ -77,7 +86,7 @@ class Continuations {
   void run() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      if (tasks_.empty())
+      if (tasks_.empty() || has_ended_)
         changed_.wait(lock);
       else if (num_running_ > 0 && Clock::now() < began_ + kPatience)
         changed_.wait_until(lock, began_ + kPatience);
@@ -101,7 +110,7 @@ class Continuations {
     lock.lock();
     --num_running_;
     ++num_idle_;
-    changed_.notify_one();
+    changed_.notify_all();  // end() waits, too
   }
 
   std::mutex mutex_;
@@ -109,6 +118,7 @@ class Continuations {
   std::deque<Task> tasks_;
   int num_idle_ = 0;
   int num_running_ = 0;
+  bool has_ended_ = false;
   Clock::time_point began_;  // of the last one to start
 };
 
@@ -380,6 +390,11 @@ WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const
 
 WorkPtr coalesced_work(int rank, std::vector<WorkPtr> works) {
   return c10::make_intrusive<CoalescedWork>(rank, std::move(works));
+}
+
+void end_continuations() {
+  constexpr std::chrono::milliseconds kPatience{500};  // a continuation may wait for ever
+  for (int level = 0; level < kNumLevels; ++level) continuations(level).end(kPatience);
 }
 
 }  // namespace ringcomm

@@ -20,7 +20,7 @@ from ringcomm.parallel.offload.transfers import views_in_row
 from ringcomm.parallel.optimizer_classes import of_parts, params_in
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.parameter_server.server import PULL, Port, Server, owned_keys
-from ringcomm.torch_names import backend_of, timeout_of
+from ringcomm.torch_names import backend_of, timeout_of, version_of
 
 __all__ = ["ParameterServer"]
 
@@ -116,9 +116,9 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
             groups = torch.optim.Optimizer(copied, {}).param_groups
             asked = Asked("ParameterServer", "ParameterServer", trained={*params_in(groups)})
             refuse(described, asked)
-            of_model = _made(make_optimizer, groups, len(trained))
+            # Optimizers and schedulers write into the groups that they get.
+            of_model = _made(make_optimizer, [dict(each) for each in groups], len(trained))
             needs_whole(of_model, elementwise, whole, is_copied=False)
-            groups = of_model.param_groups
             self._params = {described.weights[param].name: param for param in params_in(groups)}
             for name, param in self._params.items():
                 if type(param.data) is not Tensor or param.layout != torch.strided or param.is_meta:
@@ -161,6 +161,7 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
             own = self._server if server == rank else None
             self._ports.append(Port(self.group, server, params, own))
         self._num_pushes, self._is_closed = 0, False
+        self._first_writes = self._writes()
         note_trainer(self._params.values(), self)
 
     def serve(self) -> None:
@@ -180,19 +181,32 @@ class ParameterServer(AbstractContextManager["ParameterServer"]):
 
         Raises:
             RuntimeError: this rank is no worker, or has closed.
+            ValueError: other weights were loaded after the ParameterServer was made.
         """
         bound = self._staleness
         wanted = 0 if bound is None else self._num_pushes - (0 if fresh else bound)
+        is_written = self._num_pushes == 0 and self._writes() != self._first_writes
         with self._working("pull()"):
             for port in self._ports:
+                if is_written:
+                    port.version = -1  # the server's weights come, to compare with
                 port.ask(PULL, max(0, wanted))
             answers = [port.answer() for port in self._ports]
         for port, (version, row) in zip(self._ports, answers, strict=True):
             if row is not None:
                 values = views_in_row(row.to(port.params[0].device), port.likes)  # by one copy
                 for param, value in zip(port.params, values, strict=True):
+                    if is_written and version == 0 and not param.equal(value.to(param)):
+                        raise ValueError(
+                            "the model's weights have changed since the ParameterServer was made,"
+                            " but its servers have those of before: load weights first"
+                        )
                     param.copy_(value)
             port.version = version
+
+    def _writes(self) -> list[int]:
+        """How often each weight has been written in place."""
+        return [version_of(param) for param in self._params.values()]
 
     @torch.inference_mode(False)  # updates must be able to write states
     def push(self) -> None:

@@ -252,15 +252,26 @@ if how == "served":
     dist.destroy_process_group()
 elif how == "unwaited":
     kept = [dist.irecv(torch.ones(4), 1 - rank, tag=tag) for tag in range(3)]
+elif how == "continued":
+    works = [dist.irecv(torch.ones(4), 1 - rank, tag=tag) for tag in range(3)]
+    kept = [work.get_future().then(lambda future: None) for work in works]
+elif how == "open server":
+    from ringcomm.parallel import ParameterServer
+    model = torch.nn.Linear(2, 2)
+    server = ParameterServer(model, lambda groups: torch.optim.SGD(groups, lr=0.1))
+    server.pull()
+    dist.barrier()
+if rank == 1: time.sleep(0.02)  # rank 0 is at its end when rank 1 leaves
 print("end", rank, flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["unwaited", slow("served")])
+@pytest.mark.parametrize("how", ["unwaited", "continued", slow("open server"), slow("served")])
 def test_the_end_of_a_program(how: str, tmp_path: Path) -> None:
     """The store's server ends first; receives that nobody waits for are left.
 
     https://github.com/sgl-project/sglang/issues/20859, https://github.com/pytorch/pytorch/pull/179291
+    A thread that called Python then: https://github.com/DataDog/dd-trace-py/pull/20081
     """
     for rank, ended in enumerate(run_program(LAST_CALL, tmp_path, how)):
         assert ended.returncode == 0, ended

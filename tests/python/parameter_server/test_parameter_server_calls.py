@@ -201,6 +201,58 @@ def test_value_errors(rank: int) -> None:
             server.pull()
 
 
+def in_warmup(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Its groups have been written when it returns, and each step writes them again."""
+    made = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LinearLR(made, 0.1, total_iters=3)
+    made.register_step_post_hook(lambda *_: schedule.step())
+    for group in made.param_groups:
+        group["weight_decay"] += 0.01
+    return made
+
+
+@in_ranks(2)
+def test_make_optimizer_writes_into_its_groups(rank: int) -> None:
+    """Its factors counted twice, as each server's was made of the written groups of another.
+
+    A default that took a schedule's place: https://github.com/apache/mxnet/pull/16487
+    """
+    models = [Net(), Net()]
+    alone = in_warmup([{"params": [*models[1].parameters()]}])
+    with ParameterServer(models[0], in_warmup) as server:
+        for step in range(STEPS):
+            step_once(server, models[0], step, 0, 1)  # equal gradients: their mean is each of them
+            loss_of(models[1], *batch(step, 0, 1)).backward()
+            alone.step()
+            alone.zero_grad()
+        server.pull()
+    for param, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=0, atol=1e-6)
+
+
+@in_ranks(2)
+def test_weights_that_are_loaded_late(rank: int) -> None:
+    """The first gradient was theirs, and the update of the weights from before.
+
+    https://github.com/deepspeedai/DeepSpeed/pull/762, https://github.com/learning-at-home/hivemind/issues/446
+    """
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with ParameterServer(model, make_of("sgd")) as server:
+        server.pull()
+        for param in model.parameters():
+            param.data.mul_(2)  # as an average of weights for an evaluation
+        model.load_state_dict(before)
+        server.pull()
+        step_once(server, model, 0, rank, 2)
+        server.pull()
+    with ParameterServer(model, make_of("sgd")) as server:
+        model.load_state_dict(before)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="its servers have those of before: load weights"):
+                server.pull()
+
+
 @in_ranks(2)
 def test_a_model_in_another_dtype(rank: int) -> None:
     """Servers keep that in which it was given."""
