@@ -32,6 +32,20 @@ def open_above(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> i
     return above_standard(os.open(path, flags, mode))
 
 
+def path_of(fd: int) -> str:
+    """A path of an open file, for torch's FileStore.
+
+    Raises OSError without /proc: the store would wait minutes for the path to appear.
+    """
+    path = f"/proc/self/fd/{fd}"
+    try:
+        os.stat(path)
+    except FileNotFoundError as error:
+        reason = "ringcomm needs /proc here (mount -t proc proc /proc): there is no"
+        raise FileNotFoundError(error.errno, f"{reason} {path}") from None
+    return path
+
+
 @contextlib.contextmanager
 def standard_taken() -> Iterator[None]:
     """Meanwhile, no standard descriptor is free: what duplicates a file gets one from 3 on."""

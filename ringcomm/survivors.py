@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ringcomm import _C, torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
+from ringcomm.process import path_of
 
 _log = logging.getLogger("ringcomm")
 
@@ -133,7 +134,7 @@ def _make(
     """The new group, which torch knows; collective over the survivors."""
     # The descriptor is never closed: a FileStore opens its path for each access, also when it is
     # destroyed, which may be when the process exits.
-    store = dist.FileStore(f"/proc/self/fd/{agreement.take_store()}", -1)
+    store = dist.FileStore(path_of(agreement.take_store()), -1)
     numbers = torch_names.global_ranks_of(old)
     is_default = old is dist.group.WORLD
     global_ranks = [idx if is_default else numbers[rank] for idx, rank in enumerate(survivors)]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from _ringcomm.status import RankError
+from ringcomm.process import path_of
 from ringcomm.torch_names import die_with_parent
 
 # Longest wait of a rank for another; a call of a backend under test has its group's own timeout.
@@ -98,7 +99,7 @@ def _be_rank(
     main: Callable[[Team], None],
     pairs: list[tuple[Connection, Connection]],
     outbox: Connection,
-    memory: int,
+    memory: str,
 ) -> None:
     """Runs a forked rank. ``pairs`` join rank 0 with each other rank; ``memory`` has the store."""
     die_with_parent(signal.SIGKILL)
@@ -111,7 +112,7 @@ def _be_rank(
         if end not in peers:
             end.close()
 
-    store = dist.FileStore(f"/proc/self/fd/{memory}", world_size)
+    store = dist.FileStore(memory, world_size)
 
     def open_store(name: str) -> dist.Store:
         return dist.PrefixStore(name, store)
@@ -143,7 +144,7 @@ def run_ranks(
 
     ``on_message`` gets, in this process, what rank 0 passes to ``team.report``. When a rank fails,
     or this process is interrupted, all ranks are killed; none outlives this process. Raises
-    RankError with the first rank that failed, and why.
+    RankError with the first rank that failed, and why, OSError without /proc.
     """
     # The logger reports each process that it terminates.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
@@ -152,7 +153,7 @@ def run_ranks(
     deadline = time.monotonic() + RUN_TIMEOUT_S
     # Memory in place of a file: a SIGKILL leaves nothing of it.
     with open(os.memfd_create("ringcomm-bench"), "rb") as memory:
-        arguments = (main, pairs, outbox, memory.fileno())
+        arguments = (main, pairs, outbox, path_of(memory.fileno()))
         ranks = mp.start_processes(
             _be_rank, arguments, nprocs=world_size, join=False, start_method="fork"
         )

@@ -191,6 +191,12 @@ def container_without_boot_id() -> None:
     os.environ["RINGCOMM_TRACE"] = tempfile.mkdtemp()
 
 
+def container_without_proc() -> None:
+    """As some sandboxes; shrink() and the command say that they need it."""
+    small_container()
+    machines.mount("tmpfs", "/proc")
+
+
 def with_own_name(rank: int) -> None:
     with_host_name(b"host%d" % rank, "shm", rank)
 
@@ -279,6 +285,7 @@ MACHINES = {
     "read-only": Machine(namespaces=CONTAINER, prepare=read_only_container, has_files=False),
     "memfd_noexec": Machine(namespaces=CONTAINER, prepare=no_exec_container),
     "pid-namespaces": Machine(are_apart=True),
+    "no-proc": Machine(namespaces=CONTAINER, prepare=container_without_proc),
     "no-boot-id": Machine(namespaces=CONTAINER, prepare=container_without_boot_id),
     # As reported at https://github.com/microsoft/WSL/issues/2518 of a kernel without one, of two.
     "no-boot-id-two-names": Machine(

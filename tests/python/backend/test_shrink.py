@@ -24,7 +24,15 @@ import torch
 import torch.distributed as dist
 from cases import slow
 from failures import caught, end_process
-from machines import comes_true, limit_of_descriptors, limited
+from machines import (
+    CLONE_NEWNS,
+    comes_true,
+    enter_namespaces,
+    limit_of_descriptors,
+    limited,
+    make_mounts_private,
+    mount,
+)
 from ranks import in_ranks
 
 import ringcomm
@@ -131,6 +139,26 @@ def test_a_survivor_that_is_out_of_descriptors_says_so(rank: int) -> None:
     reason = "ulimit -n" if rank == 0 else "rank 0 did not make the new store"
     for words in ("shrink failed 8 times", "the last attempt failed on this rank: ", reason):
         assert words in error["text"], error
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount over /proc")
+@in_new_ranks(3, may_die=[2])
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_survivor_without_proc_says_so(rank: int, lacking: int) -> None:
+    """At once: torch's FileStore waits for minutes for a path that is not there."""
+    if rank == 2:
+        end_process("kill")
+    fail()
+    if rank == lacking:
+        enter_namespaces(CLONE_NEWNS)
+        make_mounts_private()
+        mount("tmpfs", "/proc")
+    began = time.monotonic()
+    error = caught(ringcomm.shrink)
+    assert time.monotonic() - began < SOON_S
+    assert "shrink failed 8 times" in error["text"], error
+    if rank == lacking:
+        assert "on this rank: [Errno 2] ringcomm needs /proc here" in error["text"], error
 
 
 @in_new_ranks(3)

@@ -135,6 +135,17 @@ def test_output_that_is_closed_from_the_start() -> None:
     assert (done.returncode, done.stderr) == (1, "ringcomm doctor: there is no process 4194304\n")
 
 
+def test_measuring_without_proc() -> None:
+    """Its ranks meet in a file of /proc: https://github.com/nolabs-ai/nono/issues/1750"""
+    command = shlex.join([*COMMAND, "doctor", "--world-size", "2", "--seconds", "0"])
+    shell = f"mount -t tmpfs none /proc || exit 77; exec {command}"
+    done = run_command("unshare", "--mount", "--map-root-user", "sh", "-c", shell)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("this user may not make namespaces")
+    assert done.returncode == 1
+    assert re.fullmatch(r"ringcomm doctor: .* ringcomm needs /proc here .*\n", done.stderr)
+
+
 def test_output_to_a_terminal_of_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, "ascii"))
