@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.flat_collectives import (
-    agreeing,
-    all_gathered,
-    check_agreement,
-    gathered_rows,
-)
+from ringcomm.parallel.flat_collectives import agreeing, check_agreement, gathered_rows
 from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, check_values, parameters_of
 from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.model.units import materialize
@@ -31,7 +26,7 @@ from ringcomm.parallel.pipeline.blocks import (
     tied_gradients_summed,
     wrap_stages,
 )
-from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_plan
+from ringcomm.parallel.pipeline.schedules import Log, Timeline, make_plan
 from ringcomm.parallel.pipeline.stage import (
     MAX_SHAPES,
     Made,
@@ -297,11 +292,7 @@ class Pipeline:
 
         Raises RuntimeError if the last step was not recorded. Collective: exchanges one object.
         """
-        everyone = all_gathered(self._log, self.group)
-        if not all(everyone):
-            raise RuntimeError("the last step was not recorded: call step(..., record=True)")
-        actions = [Action(rank, *entry) for rank, log in enumerate(everyone) for entry in log]
-        return Timeline(self.group.size(), tuple(sorted(actions, key=lambda a: a.begin_us)))
+        return Timeline.gathered(self._log, self.group)
 
     def _has(self, stage: int) -> bool:
         return stage % self.plan.num_stages in self._modules

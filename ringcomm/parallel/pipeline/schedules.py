@@ -8,8 +8,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from ringcomm.parallel.flat_collectives import all_gathered
 from ringcomm.planner.job import schedule_problem
 
 Kind = Literal["F", "B", "I", "W"]
@@ -124,6 +126,15 @@ class Timeline:
 
     num_ranks: int
     actions: tuple[Action, ...]
+
+    @classmethod
+    def gathered(cls, log: Log, group: dist.ProcessGroup) -> "Timeline":
+        """Of all ranks' logs; RuntimeError if one is empty. Collective."""
+        everyone = all_gathered(log, group)
+        if not all(everyone):
+            raise RuntimeError("the last step was not recorded: call step(..., record=True)")
+        actions = [Action(rank, *entry) for rank, log in enumerate(everyone) for entry in log]
+        return cls(group.size(), tuple(sorted(actions, key=lambda a: a.begin_us)))
 
     @property
     def span_us(self) -> Time:

@@ -19,10 +19,10 @@ from ringcomm.parallel.offload.shard_store import MAX_COMING_BYTES
 from ringcomm.parallel.offload.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, state_elems
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.zero.bucket import NUM_FACTS
 from ringcomm.parallel.zero.bucket_plan import BucketPlan, plan_buckets
 from ringcomm.parallel.zero.inner import NUM_OPTION_BYTES, ShardOptions
 from ringcomm.parallel.zero.owners import owners_by_group, rows_of
+from ringcomm.parallel.zero.reducer import NUM_FACTS
 
 
 class Memory(NamedTuple):

@@ -17,10 +17,11 @@ from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe, start_equal_over_data
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.units import materialize
-from ringcomm.parallel.zero.bucket import Bucket, GradientReducer
+from ringcomm.parallel.zero.bucket import Bucket
 from ringcomm.parallel.zero.bucket_plan import plan_buckets
 from ringcomm.parallel.zero.inner import Given, Grads, Inner, InnerSteps, data_was_set, option_bytes
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
+from ringcomm.parallel.zero.reducer import GradientReducer
 from ringcomm.torch_names import foreach_add_, tree_map_only
 
 
