@@ -86,7 +86,8 @@ class Lomo(InBackwardOptimizer):
             second update of a weight in one step. In zero_grad(): weights were updated since the
             last step().
 
-    Collective if gradients are averaged over a group, or weights are sharded: a broadcast.
+    Collective if gradients are averaged over a group, or weights are sharded: exchanges an object,
+    and broadcasts.
 
     If a backward pass raises on all ranks, the weights whose gradients had arrived stay updated;
     step() ends a step by these gradients, and zero_grad() drops those that wait. Under fully_shard

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.expert.local_experts import check_data_ranks, expert_parallel_modules
+from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.cut import (
     Axes,
     Sharding,
@@ -75,7 +76,7 @@ class ModelWeights:
         raise ValueError(f"{name} {why}")
 
     def check_replicas(self, slots: Iterable[Slot], group: dist.ProcessGroup) -> None:
-        """Raises for weights that differ between the ranks of a data-parallel group."""
+        """Raises for weights that differ between the ranks of a data-parallel group. Collective."""
         self._refuse_replicas()
         check_data_ranks(self._described.module, group, self._optimizer)
         for slot in slots:
@@ -84,6 +85,9 @@ class ModelWeights:
                 raise ValueError(
                     f"{slot.name} is sharded, and its shards have their own group: leave group= out"
                 )
+        # Gradients are averaged by position.
+        names = [s.name for s in slots if self.weight_of(s.param).experts is None]
+        check_agreement({"weights": names}, group)
 
     def share(
         self, slots: Iterable[Slot], group: dist.ProcessGroup

@@ -224,6 +224,14 @@ def test_parts_of_layers_start_from_those_of_the_first_data_rank(rank: int) -> N
 
 
 @in_ranks(2)
+def test_weights_in_another_order_on_one_rank(rank: int) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+    params = list(model.parameters())[:: -1 if rank else 1]
+    with pytest.raises(ValueError, match=r"ranks disagree on the weights: rank 0 has 0\.weight"):
+        Lomo(params, LR, model=model, group=dist.group.WORLD)
+
+
+@in_ranks(2)
 def test_a_weight_that_one_rank_has_frozen(rank: int) -> None:
     """Counts as zeros there."""
     model = make("plain")
