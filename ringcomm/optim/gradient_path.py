@@ -51,8 +51,7 @@ class GradientPath:
         with exact(slot.param.device):
             is_nested = self._enter_pass()
             factors = None if slot.handle is None else slot.handle.take_factors(slot.name)
-            if slot.note_arrival(factors, is_nested=is_nested):
-                self._use.check_step()
+            if slot.note_arrival(factors, self._use.check_step, is_nested=is_nested):
                 slot.reducer.take_turn(slot)
 
     def whole_arrived(self, slot: Slot) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -226,7 +227,9 @@ class Slot:
                 " the weight without its layer (set use_reentrant=False)"
             )
 
-    def note_arrival(self, factors: Gradient | None, *, is_nested: bool) -> bool:
+    def note_arrival(
+        self, factors: Gradient | None, check_step: Callable[[], None], *, is_nested: bool
+    ) -> bool:
         """Adds what has arrived; returns whether that completes a gradient of the step's.
 
         It does not if nothing has arrived, or if this backward pass will bring more of it: a
@@ -234,7 +237,7 @@ class Slot:
         segment without gradients, then again in a nested backward pass. The gradient of a weight
         therefore arrives once for each segment, and once for all uses outside of segments.
 
-        Raises RuntimeError for a gradient after the last of a step.
+        Raises RuntimeError for a gradient after the last of a step, and what `check_step` raises.
         """
         self.see_dropped()
         is_new = self.collect()
@@ -249,6 +252,7 @@ class Slot:
                     f"a hook of {self.name} was registered after the forward pass of its layer, and"
                     " would run after the gradient is used: register it before"
                 )
+            check_step()
             self.refuse_second(self.is_complete)
             self.num_arrived += 1
             self.arrived_in = current_pass()

@@ -271,8 +271,8 @@ def check_agreement(
         raise problem
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
-            if theirs[name] != value:
-                first, other = _first_difference(value, theirs[name])
+            if (other := theirs.get(name)) != value:  # none behind a problem
+                first, other = _first_difference(value, other)
                 raise ValueError(
                     f"ranks disagree on the {name}: rank 0 has {first}, rank {rank} has {other}"
                 ) from problem

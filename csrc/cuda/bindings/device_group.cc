@@ -48,23 +48,29 @@ TransportPtr make_ipc_transport(const c10::intrusive_ptr<c10d::Store>& store,
     reason = "the transport is messages";
   if (!reason.empty()) return nullptr;
   const std::string name = "ringcomm: group " + options.group_name;
+  const WaitLimits limits{.timeout = std::min(options.timeout, kLongestTimeout),
+                          .is_interrupted = is_interrupted};
   const auto make_sums = [&]() -> TransportPtr {
+    if (options.engine.algorithm != Algorithm::kAuto || options.engine.is_rank_ordered)
+      return nullptr;
+    TransportPtr made;
     try {
-      return make_message_device_transport(store, communicator, options, device,
+      made = make_message_device_transport(store, communicator, options, device,
                                            cuda::kLeastSwitchBytes);
     } catch (const std::exception& error) {
       communicator.failure().rethrow_if_any();
       LOG(WARNING) << name << ": sums stay with ringcomm's kernels: " << error.what();
-      return nullptr;
     }
+    const auto all = RecordExchange(communicator, limits).all_gather(std::uint8_t{made != nullptr});
+    if (std::ranges::find(all, 0) == all.end()) return made;
+    if (made != nullptr) made->abort();
+    return nullptr;
   };
   try {
     const cuda::ContextGuard guard(device.index());
     const cuda::RelaxedCapture relaxed;
     return std::make_unique<cuda::IpcTransport>(
-        communicator, device.index(),
-        WaitLimits{.timeout = std::min(options.timeout, kLongestTimeout),
-                   .is_interrupted = is_interrupted},
+        communicator, device.index(), limits,
         [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; },
         make_sums);
   } catch (const Unavailable& unavailable) {

@@ -86,7 +86,7 @@ bool DeviceWatch::goes_on() {
 }
 
 void DeviceWatch::look() {
-  if (communicator_.failure().has_failed()) return end_waits();  // another thread has thrown it
+  communicator_.failure().rethrow_if_any();  // another thread has thrown it
   look_at_record();
   look_at_wait();
   compare_calls();

@@ -45,13 +45,11 @@ IpcTransport::~IpcTransport() {
 // A graph's calls stay with the kernels: NCCL's abort would wait for its end. So do integers, and
 // averages, which switches do not have.
 void IpcTransport::plan(Collective& call, bool is_captured) const {
-  const CommunicatorOptions& options = communicator_.options();
   if (sums_ != nullptr && !is_captured && call.op == OpKind::kAllReduce &&
       call.reduction == Reduction::kSum && call.dtype >= DType::kFloat16 &&
-      call.num_bytes() >= kLeastSwitchBytes && call.algorithm == Algorithm::kAuto &&
-      options.algorithm == Algorithm::kAuto && !options.is_rank_ordered)
+      call.num_bytes() >= kLeastSwitchBytes && call.algorithm == Algorithm::kAuto)
     return sums_->plan(call, is_captured);
-  plan_algorithm(options, group_->staging().layout, call);
+  plan_algorithm(communicator_.options(), group_->staging().layout, call);
 }
 
 GroupFrame IpcTransport::frame() const {

@@ -32,7 +32,6 @@ from ringcomm.parallel.zero.inner import (
     Inner,
     InnerSteps,
     check_options,
-    option_bytes,
 )
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 
@@ -166,7 +165,7 @@ class ZeroInfinity(ZeroOptimizer):
             self._compare(group)
         self._hooks.collect()
         has = any(map(self._shard_store.has_grad, self._own.values()))
-        facts = [has, *option_bytes(self.param_groups)]
+        facts = [has, *self.inner.option_bytes(self.param_groups)]
         has_any, *options = largest_of(facts, [self.group], torch.uint8)
         check_options(options)
         return has_any > 0

@@ -137,7 +137,8 @@ def shard(
             gradient, or is of an embedding with max_norm; an option is out of range; ranks have
             different arguments. Nothing has been changed.
 
-    Collective: exchanges one object of options, names and shapes; broadcasts weights and buffers.
+    Collective: exchanges one object of options, names and shapes; broadcasts of weights, buffers
+    and states.
     """
     is_grid = mesh is not None and mesh.ndim == 2 and group is None
     resolved = flat_mesh(mesh).get_group() if is_grid else resolve_group(group, mesh)
@@ -202,14 +203,14 @@ def shard(
         made = Zero3(given)
     else:
         made = FlatZero(given)
-    for inner in inners:
-        retire(inner.optimizer, "zero.shard()")
     note_trainer(made.all_params(), made)
-    take_from_rank0(
-        [x for _, of in shared_states for x in of.values() if isinstance(x, Tensor)], resolved
-    )
+    for weight, of_weight in shared_states:  # one after the other: each needs memory
+        if not weight.is_apart(resolved):
+            take_from_rank0([x for x in of_weight.values() if isinstance(x, Tensor)], resolved)
     if state["state"]:
         made.load_state_dict(state)
+    for inner in inners:
+        retire(inner.optimizer, "zero.shard()")
     return made
 
 

@@ -6,6 +6,7 @@ import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -142,12 +143,11 @@ NUM_OPTION_BYTES = 8
 _SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 
 
-def option_bytes(groups: Iterable[dict[str, Any]]) -> list[int]:
-    """The bytes of a digest, and 255 minus each; without tensors, which the host may wait for."""
-    options = [[group.get(key) for key in _SCHEDULED] for group in groups]
-    known = [[None if isinstance(x, Tensor) else x for x in of_group] for of_group in options]
-    digest = zlib.crc32(repr(known).encode()).to_bytes(NUM_OPTION_BYTES // 2, "little")
-    return [*digest, *(255 - byte for byte in digest)]
+def _as_numbers(option: Any) -> Any:
+    """Without tensors, which the host may wait for."""
+    if isinstance(option, tuple | list):
+        return [*map(_as_numbers, option)]
+    return float(option) if isinstance(option, Real) else None
 
 
 def check_options(most: Sequence[int]) -> None:
@@ -250,6 +250,18 @@ class InnerSteps:
         return [*(group for group in found if group is not self._group), self._group]
 
     # ---- the step
+
+    def option_bytes(self, groups: Iterable[dict[str, Any]]) -> list[int]:
+        """The bytes of a digest of the options of groups with shared weights, and 255 minus each.
+
+        Groups of sharded experts may have options of their own.
+        """
+        of_all = [
+            g for g in groups if any(self.group_of.get(p) is self._group for p in g["params"])
+        ]
+        known = [_as_numbers([group.get(key) for key in _SCHEDULED]) for group in of_all]
+        digest = zlib.crc32(repr(known).encode()).to_bytes(NUM_OPTION_BYTES // 2, "little")
+        return [*digest, *(255 - byte for byte in digest)]
 
     def run(self, method: str, grads: Grads, factor: float = 1.0) -> None:
         """Calls a method of the classes that have it, on parts, with gradients times a factor."""

@@ -177,10 +177,10 @@ class GradientReducer:
             self.drop()
             self._has_dropped = False
             raise RuntimeError(
-                "zero_grad() has dropped gradients on some ranks that others still count, such as"
-                " after an exception on one rank, or on another one before its first gradient. All"
-                " gradients are dropped now, and no weight has been written: call zero_grad() on"
-                " all ranks and go on"
+                "the program has dropped gradients on some ranks that others still count, as after an"
+                " exception on one rank, or by param.grad = None where not all ranks had one. All"
+                " gradients are dropped now, and no weight has been written: call the optimizer's"
+                " zero_grad() on all ranks and go on"
             )
         return found, present
 

@@ -19,7 +19,7 @@ from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.zero.bucket import Bucket
 from ringcomm.parallel.zero.bucket_plan import plan_buckets
-from ringcomm.parallel.zero.inner import Given, Grads, Inner, InnerSteps, data_was_set, option_bytes
+from ringcomm.parallel.zero.inner import Given, Grads, Inner, InnerSteps, data_was_set
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.reducer import GradientReducer
 from ringcomm.torch_names import foreach_add_, tree_map_only
@@ -120,7 +120,7 @@ class FlatZero(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._reducer.hooks.collect()
-        found, present = self._reducer.agree(option_bytes(self.param_groups))
+        found, present = self._reducer.agree(self.inner.option_bytes(self.param_groups))
         self._present = present.difference(self._buckets)
         self._unreduced = [bucket for bucket in self._buckets if bucket in present]
         return bool(found)  # also where only ranks with other experts have a gradient

@@ -35,7 +35,6 @@ from ringcomm.parallel.zero.inner import (
     Given,
     check_options,
     data_was_set,
-    option_bytes,
 )
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 
@@ -197,7 +196,7 @@ class Zero3(ZeroOptimizer):
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
         found, most = dict[nn.Parameter, int](), 0
-        options = option_bytes(self.param_groups)
+        options = self.inner.option_bytes(self.param_groups)
         # All ranks last: they learn what is true of some rank's experts.
         for group in self.inner.rank_groups:
             params = [param for param in self.all_params() if self.inner.group_of[param] is group]
