@@ -177,8 +177,8 @@ class GradientReducer:
             self.drop()
             self._has_dropped = False
             raise RuntimeError(
-                "the program has dropped gradients on some ranks that others still count, as after an"
-                " exception on one rank, or by param.grad = None where not all ranks had one. All"
+                "the program has dropped gradients on some ranks that others still count, as after"
+                " an exception on one rank, or by param.grad = None where not all ranks had one. All"
                 " gradients are dropped now, and no weight has been written: call the optimizer's"
                 " zero_grad() on all ranks and go on"
             )
