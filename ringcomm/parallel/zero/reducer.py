@@ -178,7 +178,7 @@ class GradientReducer:
             self._has_dropped = False
             raise RuntimeError(
                 "the program has dropped gradients on some ranks that others still count, as after"
-                " an exception on one rank, or by param.grad = None where not all ranks had one. All"
+                " an exception on one rank, or by param.grad = None where some ranks had none. All"
                 " gradients are dropped now, and no weight has been written: call the optimizer's"
                 " zero_grad() on all ranks and go on"
             )
