@@ -20,10 +20,17 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     Blocks therefore compute what the model computes, for every kind of layer.
 
     The model has a pipeline plan in its config; it may come from tensor_parallelize(), and is not
-    in torch's wrappers. It is changed in place and can no longer be called itself.
+    in torch's wrappers. It is changed in place and can no longer be called itself. Raises TypeError
+    for another one.
     """
-    base, head = model.base_model, model.get_output_embeddings()
-    plan = base.config.base_model_pp_plan
+    base = getattr(model, "base_model", None)
+    plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None)
+    if not plan:
+        raise TypeError(
+            f"{type(model).__name__} is not a model of transformers with a pipeline plan in its"
+            " config; of a module around one, give the model itself"
+        )
+    head = model.get_output_embeddings()
     others = [name for name in plan if name != "layers"]
     blocks = {}
     for name in plan:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ringcomm import RingcommError
+from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.parallel import pipeline, set_state_dict
 
@@ -489,3 +490,8 @@ def test_experts_in_stages_and_shapes_that_are_new_to_some_ranks(rank: int) -> N
         x, y = torch.randn(shape), torch.randn(*shape[:-1], 3)
         for _ in range(2):
             assert float(pipe.step(x, y)) == pytest.approx(float(mse(whole(x), y)), rel=1e-5)
+
+
+def test_blocks_of_a_module_that_is_no_language_model() -> None:
+    with pytest.raises(TypeError, match="Linear is not a model of transformers"):
+        pipeline_blocks(nn.Linear(2, 2))

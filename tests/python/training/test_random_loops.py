@@ -53,6 +53,9 @@ NEVER = conditions(f"""
     mesh: {TWICE}; between steps: state_dict
     # Such a loss may be the right mean then.
     loss: shifts labels or ignore_index=-1 or class weights; labels: full
+    # Refused with the model's loss; a user's takes blocks, which are those of the model in it.
+    wrapper: adapters; system: pipeline; loss: mean or shifts labels or ignore_index=-1
+    wrapper: adapters; system: pipeline; loss: class weights or sum / num_items
     # A module around the model has neither the method nor the model's config.
     wrapper: a user's module; between steps: generate or input gradient
     # Refused by name: a new model is frozen again, and has no place for those states.
