@@ -23,7 +23,7 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     in torch's wrappers. It is changed in place and can no longer be called itself. Raises TypeError
     for another one.
     """
-    base = getattr(model, "base_model", None)
+    base: Any = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None)
     if not plan:
         raise TypeError(
