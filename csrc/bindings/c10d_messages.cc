@@ -188,8 +188,9 @@ c10::intrusive_ptr<c10d::Backend> make_device_backend(c10::Device device,
                                                       const GroupOptions& options) {
   const int size = communicator.world_size();
   const std::string purpose = "tensors on " + device.str();
-  WaitGuard guard(
-      {.timeout = std::min(options.timeout, kLongestTimeout), .is_interrupted = is_interrupted});
+  const WaitLimits limits{.timeout = std::min(options.timeout, kLongestTimeout),
+                          .is_interrupted = is_interrupted};
+  WaitGuard guard(limits);
   const LookForRanks look = [&](const std::vector<int>& missing) {
     const Activity activity{
         .op = "init", .description = "connecting " + purpose, .timeout = options.timeout};
@@ -213,8 +214,6 @@ c10::intrusive_ptr<c10d::Backend> make_device_backend(c10::Device device,
     }
   }
   // Those that have one would wait for the others.
-  const WaitLimits limits{.timeout = std::min(options.timeout, kLongestTimeout),
-                          .is_interrupted = is_interrupted};
   const auto names = RecordExchange(communicator, limits)
                          .all_gather(RecordText<64>(problem.empty() ? name : "no backend"));
   TORCH_CHECK_VALUE(problem.empty(), problem);
