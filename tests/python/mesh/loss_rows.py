@@ -242,6 +242,8 @@ IN_RANKS: dict[str, Row] = {
     # https://github.com/allenai/OLMo-core/pull/657: a count of 0 on a rank.
     "num_items_in_batch": anywhere(summed, of_whole=mean),
     "count_items": anywhere(mean, count_items=not_padding),
+    # https://github.com/huggingface/transformers/issues/37766,
+    # https://github.com/huggingface/transformers/pull/35438: one's own loss gets the number.
     "tokens, num_items_in_batch": anywhere(flat_sum, tokens_model, tokens, of_whole=flat),
     "tokens, count_items": anywhere(flat, tokens_model, tokens, not_padding),
     # https://github.com/vllm-project/speculators/pull/942

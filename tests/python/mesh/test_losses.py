@@ -77,6 +77,7 @@ KNOWN: dict[str, tuple[Any, Any]] = {
     "cross_entropy of probabilities": (nn.CrossEntropyLoss(WEIGHT), probabilities()),
     # https://github.com/pytorch/pytorch/issues/72047: weights are in the denominator of the mean.
     # https://github.com/NVIDIA-NeMo/Automodel/issues/1336: a pad id between the classes.
+    # https://github.com/huggingface/transformers/issues/34242: the pad id is a class.
     "partial": (partial(F.cross_entropy, **OPTIONS), labelled(0)),
     "module": (nn.CrossEntropyLoss(**OPTIONS), labelled(0)),
     # https://github.com/karpathy/nanochat/pull/623: -1 is the label of padding.
