@@ -55,13 +55,20 @@ def inverse(ratio: dict[str, Any]) -> dict[str, float]:
     return {"p50": 1 / ratio["p50"], "p10": 1 / ratio["p90"], "p90": 1 / ratio["p10"]}
 
 
+def last_cache(machine: dict[str, Any]) -> str:
+    """The L3 cache in lscpu's words: CPUs of different models share a name. Old records have none."""
+    return str(machine.get("lscpu", {}).get("L3 cache", ""))
+
+
 def facts_line(record: dict[str, Any]) -> str:
     """Machine, versions and date of a record in one line."""
     machine = record["machine"]
     changes = " + changes" if record["dirty"] else ""
+    cache = last_cache(machine)
+    cpu = f"{machine['cpu']} (L3 {cache})" if cache else machine["cpu"]
     mpi = f", {record['mpi']}" if "mpi" in record else ""
     return (
-        f"{machine['cpu']}, {counted(machine['cores'], 'core')}, Linux {machine['kernel']}; torch"
+        f"{cpu}, {counted(machine['cores'], 'core')}, Linux {machine['kernel']}; torch"
         f" {record['torch']}, ringcomm {record['ringcomm']}{mpi}; {record['date']}; commit"
         f" {str(record['commit'])[:9]}{changes}"
     )

@@ -25,7 +25,10 @@ from ringcomm.measure.machine import identity, rounded, utc_now, variables
 from ringcomm.measure.timing import Timings
 
 GIT_TIMEOUT_S = 60.0
-CPU_FACTS = r"^(Thread.* per core|Socket.*|NUMA node.s.|Hypervisor vendor|L\d.? cache): +(.+)$"
+CPU_FACTS = (
+    r"^(Model|CPU family|Core.* per socket|Thread.* per core|Socket.*|NUMA node.s.|Hypervisor vendor"
+    r"|L\d.? cache): +(.+)$"
+)
 # Columns of a table that is not written to a terminal.
 FILE_COLUMNS = 200
 TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "system", "type", "mode", "redop")

@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from cells import BUSY, RESULTS, Record, Run, facts_line
+from cells import BUSY, RESULTS, Record, Run, facts_line, last_cache
 from front_door import DEFAULT_SIZES
 from html_report import read_records
 from layouts import LAYOUTS, Layout
@@ -61,7 +61,8 @@ def newest(records: list[Record], layout: Layout) -> list[Run]:
 
 def machine_of(record: Record) -> Point:
     """What must be equal for figures to stand in one table."""
-    return record["machine"]["cpu"], record["machine"]["cores"]
+    machine = record["machine"]
+    return machine["cpu"], machine["cores"], last_cache(machine)
 
 
 def _is_usual(record: Record) -> bool:
