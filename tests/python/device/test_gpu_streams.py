@@ -15,7 +15,8 @@ from gpu_ranks import device, held, in_gpu_ranks, module, on_all_gpus
 from torch import Tensor
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
-from ringcomm.torch_names import all_gather_single
+from ringcomm import _C
+from ringcomm.torch_names import all_gather_single, backend_of
 
 NUM_ELEMS = 10_007
 
@@ -61,6 +62,28 @@ def test_wait_orders_the_current_stream(rank: int) -> None:
             result = tensor + 1
         side.synchronize()
         assert holds(result, sum(turn + r for r in range(world_size)) + 1)
+
+
+@in_gpu_ranks(on_all_gpus)
+def test_a_call_frees_the_tensors_of_earlier_ones_without_a_lock(rank: int) -> None:
+    """Their end runs Python, which may ask the group: with its lock held, for ever."""
+    backend = backend_of(dist.group.WORLD, device())
+    dist.all_reduce(ones())  # connects
+    asked: list[int] = []
+
+    class Asks:
+        def __del__(self) -> None:
+            asked.append(_C.ranks_per_device(backend, device()))
+
+    marked = ones()
+    marked.asks = Asks()  # type: ignore[attr-defined]
+    with held():
+        dist.all_reduce(marked, async_op=True)
+        del marked
+        assert not asked  # the call has the tensor
+    module().synchronize()
+    dist.all_reduce(ones())
+    assert len(asked) == 1
 
 
 @in_gpu_ranks(on_all_gpus)
