@@ -27,14 +27,15 @@ from ringcomm.parallel.expert.dispatch import (
 )
 from ringcomm.parallel.flat_collectives import largest_of
 from ringcomm.parallel.model.cut import find_trainer
-from ringcomm.parallel.model.saving import refuse_part
-from ringcomm.parallel.tensor.splits import PartModule
+from ringcomm.parallel.model.saving import refuse_copy, refuse_part
+from ringcomm.parallel.tensor.splits import Split, load_parts, save_parts
+from ringcomm.parallel.torch_checks import register_part
 from ringcomm.torch_names import all_reduce_coalesced_, foreach_div_, version_of
 
 _AVERAGED = "_ringcomm_averaged"
 
 
-class LocalExperts(PartModule):
+class LocalExperts(nn.Module):
     """This rank's experts, named by their numbers in the whole layer; names differ between ranks.
 
     If the layer has weights of all experts, stacked, they are rows of these, under their names.
@@ -55,6 +56,9 @@ class LocalExperts(PartModule):
 
     is_dry = False
 
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+    _save_to_state_dict, _load_from_state_dict = save_parts, load_parts  # type: ignore[assignment]
+
     def __init__(
         self,
         experts: Iterable[nn.Module],
@@ -63,6 +67,8 @@ class LocalExperts(PartModule):
         replica_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        self.splits: dict[str, Split] = {}  # of stacked weights, by name
+        register_part(self)
         self.num_experts, self.group, self.replica_group = num_experts, group, replica_group
         self.range = shard_range(num_experts, group.size(), group.rank())
         if group.size() > 1:

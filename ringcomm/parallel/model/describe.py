@@ -20,7 +20,7 @@ from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import local_of, take_from_rank0
 from ringcomm.parallel.model.cut import Axes, Cut, Sharding, cut_of, find_shards, overlap
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
-from ringcomm.parallel.tensor.splits import PartModule, Split, SplitModule, tensor_groups_of
+from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
 from ringcomm.torch_names import WRAPPERS, children_of
 
 
@@ -93,7 +93,7 @@ class Model:
         self.weights: dict[nn.Parameter, Weight] = {}
         self.buffers: dict[Tensor, Weight] = {}
         for prefix, owner, experts in _walk(module, "", None):
-            splits = owner.splits if isinstance(owner, PartModule) else {}
+            splits = owner.splits if isinstance(owner, SplitModule | LocalExperts) else {}
             params = owner.named_parameters(recurse=False, remove_duplicate=False)
             buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
             for found, own in ((self.weights, params), (self.buffers, buffers)):
