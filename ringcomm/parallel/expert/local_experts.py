@@ -1,7 +1,7 @@
 """The experts of one rank, and their gradients under data parallelism."""
 
 import weakref
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -200,9 +200,11 @@ def dry_experts(model: nn.Module) -> Iterator[None]:
             layer.is_dry = False
 
 
-def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, system: str) -> None:
+def check_data_ranks(
+    layers: Mapping[str, LocalExperts], group: dist.ProcessGroup, system: str
+) -> None:
     """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
-    for name, experts in expert_parallel_modules(model).items():
+    for name, experts in layers.items():
         num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
         if experts.group.size() * num_replicas != group.size():
             raise ValueError(
@@ -270,15 +272,15 @@ def average_gradients(
     if ddp is not None and group is None and mesh is None:
         group = ddp.process_group
     resolved = resolve_group(group, mesh)
-    check_data_ranks(model, resolved, "average_gradients()")
     layers = expert_parallel_modules(model)
+    check_data_ranks(layers, resolved, "average_gradients()")
     params = list(model.parameters())
     if layers and any(isinstance(p, DTensor) and find_trainer(p) is not None for p in params):
         raise RuntimeError(
             "the gradients are in the optimizer of zero.shard(), which averages them: leave"
             " average_gradients() out"
         )
-    of_experts = set(expert_parameters(model).values())
+    of_experts = {param for experts in layers.values() for param in experts.parameters()}
     handled = [*(of_experts if ddp is not None else params)] if layers else []
     if any(_has_average(param.grad) for param in handled):
         raise RuntimeError(
