@@ -96,8 +96,8 @@ class Zero3(ZeroOptimizer):
         self._memory = [(name, param, param.detach()) for name, param in named]
         self._units: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._roots = fsdp_roots(model)
-        self._tell_scale()
         self._watch(model)
+        self._tell_scale()
         if hasattr(model, "generate"):
             # It calls the encoder of an encoder-decoder model, which uses weights of the root.
             register_fsdp_forward_method(model, "generate")
