@@ -156,6 +156,7 @@ def accumulate_hooks_of(tensor: Tensor) -> Any:
 
 # ---- modules
 
+SAVE_MODULE, LOAD_MODULE = nn.Module._save_to_state_dict, nn.Module._load_from_state_dict
 APPLY = "_apply"  # the method that to(), half() and similar methods call
 FORWARD_PRE_HOOKS = "_forward_pre_hooks"  # in the state of a module
 EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # the key of what get_extra_state() returns

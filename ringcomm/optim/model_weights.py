@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
-from ringcomm.parallel.expert.local_experts import check_data_ranks, expert_parallel_modules
+from ringcomm.parallel.expert.local_experts import check_data_ranks
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.cut import (
     Axes,
@@ -22,7 +22,7 @@ from ringcomm.parallel.model.cut import (
     note_trainer,
     overlap,
 )
-from ringcomm.parallel.model.describe import Weight, describe, start_equal_over_data
+from ringcomm.parallel.model.describe import Weight, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
 from ringcomm.parallel.model.units import watch_whole_weights
@@ -43,7 +43,7 @@ class ModelWeights:
         self._model = nn.Module() if model is None else model
         self.has_several_stages = has_several_stages(model)
         self._described = describe(self._model)
-        self.has_experts = bool(expert_parallel_modules(self._described.module))
+        self.has_experts = bool(self._described.experts)
         refuse(self._described, Asked("Lomo", optimizer, is_replicated=False))
 
     def weight_of(self, param: nn.Parameter) -> Weight:
@@ -78,7 +78,7 @@ class ModelWeights:
     def check_replicas(self, slots: Iterable[Slot], group: dist.ProcessGroup) -> None:
         """Raises for weights that differ between the ranks of a data-parallel group. Collective."""
         self._refuse_replicas()
-        check_data_ranks(self._described.module, group, self._optimizer)
+        check_data_ranks(self._described.experts, group, self._optimizer)
         for slot in slots:
             apart = slot.cut.groups if self.weight_of(slot.param).experts is None else ()
             if any(overlap(g, group) for g in apart):
@@ -187,7 +187,7 @@ class ModelWeights:
         """
         replicas = [group] if isinstance(group, dist.ProcessGroup) else []
         groups = dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)])
-        start_equal_over_data(self._described, groups)
+        start_equal(self._described, groups, over_data=True)
 
     # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 

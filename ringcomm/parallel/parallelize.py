@@ -160,7 +160,7 @@ def parallelize(
     first = _check_model(
         described, adapter, options, optimizer, asks, check_zero if takes_list else None
     )
-    was_meta = any(param.is_meta for param in described.weights)
+    was_meta = described.has_meta
     start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))
     loss = adapter.split(**tensor_options)
     if dims.tp > 1 or dims.ep > 1:
@@ -178,7 +178,7 @@ def parallelize(
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     # At stage 0 it may copy weights when it is made: now they are those of rank 0.
     is_twice = is_split or stage == 0
-    own = describe(model)  # of what is split by now
+    own: Any = describe(model) if is_split else described
     of_others = {*given_model.parameters()} - own.weights.keys()  # of other stages
     with agreeing(world):  # a stage of a pipeline may have no weights for it
         made: Any = optimizer([*model.parameters()]) if is_twice else first
@@ -195,7 +195,7 @@ def parallelize(
                 each.tier.close()
     if takes_list:
         where: Any = {"mesh": data_mesh} if stage == 3 else {"group": dims.group("batch")}
-        made = zero.shard(model, made, stage, **where, **words, **shard_options)
+        made = zero.shard(own, made, stage, **where, **words, **shard_options)
     return Parallelized(dims, model, made, pipe, loss, stage, num)
 
 
@@ -209,10 +209,11 @@ def _groups_of(dims: ParallelDims, *axes: str) -> Iterator[dist.ProcessGroup]:
 def _wrap_stage(stage: nn.Module, *, dims: ParallelDims, mesh: Any, was_meta: bool) -> nn.Module:
     """A stage of a pipeline, with equal weights on data-parallel ranks; sharded over a mesh."""
     _check_replicas(stage, dims)
+    described = describe(stage)
     if was_meta:
-        start_equal(describe(stage), _groups_of(dims, "tp", "batch", "edp"))
+        start_equal(described, _groups_of(dims, "tp", "batch", "edp"))
     if mesh is not None:
-        shard_units(describe(stage), dims.group("batch"), mesh, ())
+        shard_units(described, dims.group("batch"), mesh, ())
     return stage
 
 
@@ -250,7 +251,7 @@ def _check_model(
         mine["loss"] = adapter.check_loss()
         made: Any = optimizer([*described.module.parameters()])
         if check_zero is not None:
-            check_zero(described.module, optimizers_of(made))
+            check_zero(described, optimizers_of(made))
         elif not isinstance(made, torch.optim.Optimizer):
             raise ValueError(
                 "several optimizers together are one of zero.shard(): set zero_stage to 1, 2 or 3,"

@@ -1,10 +1,19 @@
 """A fixture of several ranks for pytest.
 
-    pytest_plugins = ["ringcomm.testing.plugin"]  # in conftest.py
+    # conftest.py
+    pytest_plugins = ["ringcomm.testing.plugin"]
+
+    # test_total.py
+    import pytest, torch, torch.distributed as dist
+
+    def total(rank, factor):
+        x = torch.tensor([factor * rank])
+        dist.all_reduce(x)
+        return x.item()
 
     @pytest.mark.ranks(2, 3)  # a test with each; without the mark with 2 ranks
     def test_total(ranks):
-        assert ranks(total, 5.0) == [10.0] * ranks.world_size
+        assert ranks(total, 5.0) == [5.0 * sum(range(ranks.world_size))] * ranks.world_size
 
 `ranks` takes what run_ranks() takes after the number of ranks.
 """

@@ -6,8 +6,7 @@ SavedTensors are the hooks that move a saved tensor there, for partition.py too.
 import logging
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -47,8 +46,8 @@ class Kept:
         return flat.as_strided(self.shape, self.stride)
 
 
-class SavedTensors(ABC):
-    """A context that stores the tensors selected by _takes() with _keep(); others are unchanged.
+class SavedTensors:
+    """Autograd's hooks of a context, which moves some of the tensors that are saved inside of it.
 
     It may be entered repeatedly and recursively. A tensor that is saved twice between entering and
     leaving it is stored once; of writes between the two, those that autograd does not count are not
@@ -57,37 +56,37 @@ class SavedTensors(ABC):
     """
 
     def __init__(self) -> None:
-        self._entered: list[AbstractContextManager[Any]] = []
+        self.entered: list[AbstractContextManager[Any]] = []
         # Keyed by the identity of the tensor. A storage's address is not reused as long as
         # Kept.source refers to it.
         self._known: WeakValueDictionary[Any, Kept] = WeakValueDictionary()
 
-    def __enter__(self) -> Self:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()
-        self._entered.append(hooks)
-        return self
+    def enter(
+        self,
+        takes: Callable[[Tensor], bool],
+        keep: Callable[[Kept], None],
+        restore: Callable[[Kept], Tensor],
+    ) -> None:
+        """From now on keep() moves `flat`, a view, of the tensors that takes() is true of.
 
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-        if not self._entered:
+        restore() returns a tensor with the saved bits. Other tensors are unchanged.
+        """
+        pack, unpack = partial(self._pack, takes, keep), partial(_unpack, restore)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        hooks.__enter__()
+        self.entered.append(hooks)
+
+    def leave(self, *error: Any) -> None:
+        """Ends what the last enter() began."""
+        self.entered.pop().__exit__(*error)
+        if not self.entered:
             self._known.clear()
 
-    @abstractmethod
-    def _takes(self, tensor: Tensor) -> bool:
-        """Whether to store this tensor with _keep()."""
-
-    @abstractmethod
-    def _keep(self, kept: Kept) -> None:
-        """Moves `kept.flat`, a view of the saved tensor, to its destination."""
-
-    @abstractmethod
-    def _restore(self, kept: Kept) -> Tensor:
-        """Returns the tensor with the saved bits."""
-
-    def _pack(self, tensor: Tensor) -> tuple[Kept | Tensor, Tensor, int]:
+    def _pack(
+        self, takes: Callable[[Tensor], bool], keep: Callable[[Kept], None], tensor: Tensor
+    ) -> tuple[Kept | Tensor, Tensor, int]:
         """Returns the stored tensor, a tensor that counts writes, and their number so far."""
-        if not self._takes(tensor):
+        if not takes(tensor):
             # An output referenced by its own node would never be freed.
             whole = tensor if tensor.is_leaf else tensor.detach()
             return whole, whole, version_of(whole)
@@ -97,7 +96,7 @@ class SavedTensors(ABC):
         kept = self._known.get(key)
         if kept is None:
             kept = Kept(tensor.detach())
-            self._keep(kept)
+            keep(kept)
             self._known[key] = kept
         # An empty tensor with the same version counter: `.data` replaces everything but the
         # counter.
@@ -105,16 +104,17 @@ class SavedTensors(ABC):
         alias.data = tensor.new_empty(0)
         return kept, alias, version_of(alias)
 
-    def _unpack(self, packed: tuple[Kept | Tensor, Tensor, int]) -> Tensor:
-        kept, alias, version = packed
-        found = self._restore(kept) if isinstance(kept, Kept) else kept
-        if version_of(alias) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an"
-                f" inplace operation: [{found.type()} {list(found.shape)}] is at version"
-                f" {version_of(alias)}; expected version {version} instead"
-            )
-        return found
+
+def _unpack(restore: Callable[[Kept], Tensor], packed: tuple[Kept | Tensor, Tensor, int]) -> Tensor:
+    kept, alias, version = packed
+    found = restore(kept) if isinstance(kept, Kept) else kept
+    if version_of(alias) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an"
+            f" inplace operation: [{found.type()} {list(found.shape)}] is at version"
+            f" {version_of(alias)}; expected version {version} instead"
+        )
+    return found
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -157,7 +157,7 @@ class _Block:
         return None
 
 
-class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_hooks
+class arena:  # noqa: N801  # a context, as torch's saved_tensors_hooks
     """Copies the tensors that autograd saves inside this context into preallocated memory.
 
     Use it around checkpoints. Tensors that are kept until the backward pass are then not between
@@ -193,15 +193,22 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
     """
 
     def __init__(self, block_bytes: int, *, device: torch.device | str | None = None) -> None:
-        super().__init__()
         if block_bytes < 1:
             raise ValueError(f"block_bytes must be 1 or more, got {block_bytes}")
+        self._saved = SavedTensors()
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
         self.device = None if device is None else torch.device(device)
         self._blocks = [] if device is None else [_Block(block_bytes, device)]
         if device is not None:
             self.device = self._blocks[0].memory.device  # with its index
+
+    def __enter__(self) -> Self:
+        self._saved.enter(self._takes, self._keep, self._restore)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._saved.leave(*error)
 
     @property
     def num_blocks(self) -> int:

@@ -25,7 +25,7 @@ _log = logging.getLogger("ringcomm")
 _DIGEST_ELEMS = 1 << 18
 
 
-class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_hooks
+class partition:  # noqa: N801  # a context, as torch's saved_tensors_hooks
     """Shards the tensors that autograd saves inside this context over a group: each rank keeps 1/N.
 
     The tensors must be equal on all ranks of the group. With tensor parallelism these are the
@@ -78,12 +78,11 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         check: bool = True,
         arena: Arena | None = None,
     ) -> None:
-        super().__init__()
         if offload not in (None, "cpu"):
             raise ValueError(f'offload must be None or "cpu", got {offload!r}')
         if min_elems < 0:
             raise ValueError(f"min_elems must be 0 or more, got {min_elems}")
-        self.num_saved = 0
+        self.num_saved, self._saved = 0, SavedTensors()
         self._on_device: WeakSet[Kept] = WeakSet()
         self._on_host: WeakSet[Kept] = WeakSet()
         self._group, self._min_elems, self._arena = resolve_group(group, mesh), min_elems, arena
@@ -109,9 +108,13 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
             and (self._group.size() > 1 or self._goes_to_host)
         )
 
+    def __enter__(self) -> Self:
+        self._saved.enter(self._takes, self._keep, self._restore)
+        return self
+
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if not self._entered:
+        self._saved.leave(*error)
+        if not self._saved.entered:
             unchecked, self._unchecked = self._unchecked, []
             if self._checks and torch.is_grad_enabled() and error[0] is None:
                 self._check(unchecked)
@@ -261,15 +264,15 @@ class auto(partition):  # noqa: N801
 
     def __enter__(self) -> Self:
         if self.choice == "whole":
-            self._entered.append(nullcontext())
+            self._saved.entered.append(nullcontext())
             return self
-        if self.choice is None and not self._entered:
+        if self.choice is None and not self._saved.entered:
             self.whole_bytes = 0
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self.choice is not None or error[0] is not None or self._entered:
+        if self.choice is not None or error[0] is not None or self._saved.entered:
             return
         plan = self.whole_bytes = self._highest(self.whole_bytes)
         if plan == 0:  # a pass without gradients tells nothing

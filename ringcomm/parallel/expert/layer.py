@@ -20,7 +20,8 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.dispatch import counts_of
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.tensor.splits import PartModule
+from ringcomm.parallel.model.saving import refuse_copy
+from ringcomm.parallel.torch_checks import register_part
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def check_layer(experts: LocalExperts, alike: dict[str, Any]) -> None:
         check_agreement(alike, experts.replica_group)
 
 
-class MixtureOfExperts(PartModule):
+class MixtureOfExperts(nn.Module):
     """Each token goes through the top_k experts that a router chooses; expert parallelism.
 
     Every rank has different tokens, as in data parallelism, the whole router, and some of the
@@ -203,6 +204,8 @@ class MixtureOfExperts(PartModule):
 
     group = property(lambda self: self.experts.group)  # whose ranks share the experts
 
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+
     def __init__(
         self,
         in_features: int,
@@ -220,6 +223,7 @@ class MixtureOfExperts(PartModule):
         _router: nn.Linear | None = None,
     ) -> None:
         super().__init__()
+        register_part(self)
         resolved = resolve_group(group, mesh)
         self.router = TopKRouter(
             in_features,

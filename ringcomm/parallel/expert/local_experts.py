@@ -1,7 +1,7 @@
 """The experts of one rank, and their gradients under data parallelism."""
 
 import weakref
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,14 +27,15 @@ from ringcomm.parallel.expert.dispatch import (
 )
 from ringcomm.parallel.flat_collectives import largest_of
 from ringcomm.parallel.model.cut import find_trainer
-from ringcomm.parallel.model.saving import refuse_part
-from ringcomm.parallel.tensor.splits import PartModule
+from ringcomm.parallel.model.saving import refuse_copy, refuse_part
+from ringcomm.parallel.tensor.splits import Split, load_parts, save_parts
+from ringcomm.parallel.torch_checks import register_part
 from ringcomm.torch_names import all_reduce_coalesced_, foreach_div_, version_of
 
 _AVERAGED = "_ringcomm_averaged"
 
 
-class LocalExperts(PartModule):
+class LocalExperts(nn.Module):
     """This rank's experts, named by their numbers in the whole layer; names differ between ranks.
 
     If the layer has weights of all experts, stacked, they are rows of these, under their names.
@@ -55,6 +56,9 @@ class LocalExperts(PartModule):
 
     is_dry = False
 
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+    _save_to_state_dict, _load_from_state_dict = save_parts, load_parts  # type: ignore[assignment]
+
     def __init__(
         self,
         experts: Iterable[nn.Module],
@@ -63,6 +67,8 @@ class LocalExperts(PartModule):
         replica_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        self.splits: dict[str, Split] = {}  # of stacked weights, by name
+        register_part(self)
         self.num_experts, self.group, self.replica_group = num_experts, group, replica_group
         self.range = shard_range(num_experts, group.size(), group.rank())
         if group.size() > 1:
@@ -194,9 +200,11 @@ def dry_experts(model: nn.Module) -> Iterator[None]:
             layer.is_dry = False
 
 
-def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, system: str) -> None:
+def check_data_ranks(
+    layers: Mapping[str, LocalExperts], group: dist.ProcessGroup, system: str
+) -> None:
     """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
-    for name, experts in expert_parallel_modules(model).items():
+    for name, experts in layers.items():
         num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
         if experts.group.size() * num_replicas != group.size():
             raise ValueError(
@@ -264,15 +272,15 @@ def average_gradients(
     if ddp is not None and group is None and mesh is None:
         group = ddp.process_group
     resolved = resolve_group(group, mesh)
-    check_data_ranks(model, resolved, "average_gradients()")
     layers = expert_parallel_modules(model)
+    check_data_ranks(layers, resolved, "average_gradients()")
     params = list(model.parameters())
     if layers and any(isinstance(p, DTensor) and find_trainer(p) is not None for p in params):
         raise RuntimeError(
             "the gradients are in the optimizer of zero.shard(), which averages them: leave"
             " average_gradients() out"
         )
-    of_experts = set(expert_parameters(model).values())
+    of_experts = {param for experts in layers.values() for param in experts.parameters()}
     handled = [*(of_experts if ddp is not None else params)] if layers else []
     if any(_has_average(param.grad) for param in handled):
         raise RuntimeError(

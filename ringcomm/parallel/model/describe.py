@@ -20,7 +20,7 @@ from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import local_of, take_from_rank0
 from ringcomm.parallel.model.cut import Axes, Cut, Sharding, cut_of, find_shards, overlap
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
-from ringcomm.parallel.tensor.splits import PartModule, Split, SplitModule, tensor_groups_of
+from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
 from ringcomm.torch_names import WRAPPERS, children_of
 
 
@@ -86,14 +86,20 @@ class Weight:
 
 
 class Model:
-    """The description of a module: `weights` by parameter, as named_parameters(), and `buffers`."""
+    """The description of a module: `weights` by parameter, as named_parameters(), and `buffers`.
+
+    `experts` are its sharded experts, by name.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.weights: dict[nn.Parameter, Weight] = {}
         self.buffers: dict[Tensor, Weight] = {}
+        self.experts: dict[str, LocalExperts] = {}
         for prefix, owner, experts in _walk(module, "", None):
-            splits = owner.splits if isinstance(owner, PartModule) else {}
+            if experts is owner and owner not in self.experts.values():
+                self.experts[prefix.removesuffix(".")] = experts
+            splits = owner.splits if isinstance(owner, SplitModule | LocalExperts) else {}
             params = owner.named_parameters(recurse=False, remove_duplicate=False)
             buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
             for found, own in ((self.weights, params), (self.buffers, buffers)):
@@ -105,6 +111,11 @@ class Model:
                     weight.split = splits.get(key, weight.split)
                     if isinstance(owner, SplitModule) and key in splits:
                         weight.layer = owner
+
+    @property
+    def has_meta(self) -> bool:
+        """Whether any is on the meta device."""
+        return any(tensor.is_meta for tensor in (*self.weights, *self.buffers))
 
     @property
     def names(self) -> dict[str, Tensor]:
@@ -177,8 +188,7 @@ class Model:
                 tuple(group for group in groups if group.size() > 1), num_copies
             )
         # A rank may have no weight of theirs.
-        parts = [m for m in self.module.modules() if isinstance(m, LocalExperts)]
-        of_experts = [part.group for part in parts if part.group.size() > 1]
+        of_experts = [part.group for part in self.experts.values()]
         others = [g for g in (*mesh_groups, *self.tensor_groups) if g not in of_experts]
         axes = Axes(shardings, (), self.stage.group if self.stage else None)
         return axes.in_order([*others, *of_experts])
@@ -239,28 +249,24 @@ def _walk(
 
 
 def start_equal(
-    model: Model, groups: Iterable[dist.ProcessGroup], tensors: Iterable[Tensor] | None = None
+    model: Model,
+    groups: Iterable[dist.ProcessGroup],
+    tensors: Iterable[Tensor] | None = None,
+    *,
+    over_data: bool = False,
 ) -> None:
     """Replaces weights, frozen ones too, and buffers by those of rank 0 of each group in turn.
 
     Parts that differ between the ranks of a group stay: those of tensor-parallel layers, experts,
     DTensors and offloaded ones. Tensors on the meta device stay as well. `tensors`: only these.
-    Collective over each group.
+    `over_data`: the groups are data-parallel ranks; then also sharded experts, over the ranks with
+    the same ones. Collective over each group.
     """
     chosen = model.described(tensors)
-    for group in groups:
-        shared = (weight.tensor for weight in chosen if not weight.is_apart(group))
-        take_from_rank0(map(local_of, shared), group)
-
-
-def start_equal_over_data(
-    model: Model, groups: Iterable[dist.ProcessGroup], tensors: Iterable[Tensor] | None = None
-) -> None:
-    """start_equal() over data-parallel ranks; of sharded experts over those with the same ones."""
-    chosen, found = model.described(tensors), dict[dist.ProcessGroup, list[Tensor]]()
-    start_equal(model, groups, [weight.tensor for weight in chosen])
-    for weight in chosen:
+    shared = {group: [*chosen] for group in groups}
+    for weight in chosen if over_data else ():
         if weight.experts is not None and weight.experts.replica_group is not None:
-            found.setdefault(weight.experts.replica_group, []).append(weight.tensor)
-    for group, own in found.items():
-        start_equal(model, [group], own)
+            shared.setdefault(weight.experts.replica_group, []).append(weight)
+    for group, weights in shared.items():
+        own = (weight.tensor for weight in weights if not weight.is_apart(group))
+        take_from_rank0(map(local_of, own), group)

@@ -7,15 +7,16 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from ringcomm.parallel.model.saving import refuse_part
-from ringcomm.parallel.tensor.splits import PartModule, tensor_groups_of
+from ringcomm.parallel.model.saving import refuse_copy, refuse_part
+from ringcomm.parallel.tensor.splits import tensor_groups_of
+from ringcomm.parallel.torch_checks import register_part
 
 _part_of_block: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-class StagePart(PartModule):
+class StagePart(nn.Module):
     """This rank's blocks of a pipeline, under their names in the whole model.
 
     Calls, copies, and names that only the whole model has raise an error. It is made from the
@@ -34,9 +35,12 @@ class StagePart(PartModule):
         names_of_tied: of each parameter that several blocks of the model have, its names in them.
     """
 
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.group = group
+        register_part(self)
         if group.size() > 1:
             refuse_part(self)
         self.tensor_groups = tensor_groups_of(blocks)

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ringcomm import torch_names
-from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
+from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import device_of
-from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
+from ringcomm.parallel.model.describe import Model, describe, start_equal
 
 
 def forked_generators(device: torch.device) -> Any:
@@ -55,7 +55,7 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def params_of_units(
-    model: nn.Module, units: Iterable[nn.Module] | None
+    described: Model, units: Iterable[nn.Module] | None
 ) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The parameters of each unit, the model first; units without parameters are left out.
 
@@ -64,8 +64,8 @@ def params_of_units(
     units, which other ranks share, and have none inside. Raises TypeError and ValueError for a unit
     that is no module, not of the model, or cannot be called.
     """
+    model, units = described.module, _with_experts(described, units)
     params: dict[nn.Module, list[nn.Parameter]] = {model: []}
-    units = _with_experts(model, units)
     params |= {unit: [] for unit in units}
     for param, found in _units_of_params(model, units).items():
         params[found.pop() if len(found) == 1 else model].append(param)
@@ -75,7 +75,7 @@ def params_of_units(
 
 
 def fsdp_units(
-    model: nn.Module, units: Iterable[nn.Module] | None
+    described: Model, units: Iterable[nn.Module] | None
 ) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The modules for fully_shard and the parameters that each shards, the model last.
 
@@ -83,7 +83,7 @@ def fsdp_units(
     its parameters are the model's. Nor is a model that cannot be called and has no parameters left.
     Sharded experts are units as in params_of_units(), and it raises as that does.
     """
-    units = _with_experts(model, units)
+    model, units = described.module, _with_experts(described, units)
     units_of_params = _units_of_params(model, units)
     done: set[nn.Parameter] = set()
     found = []
@@ -106,8 +106,8 @@ def _check_called(unit: nn.Module, *, is_called: bool) -> None:
         )
 
 
-def _with_experts(model: nn.Module, units: Iterable[nn.Module] | None) -> list[nn.Module]:
-    apart = [*expert_parallel_modules(model).values()]
+def _with_experts(described: Model, units: Iterable[nn.Module] | None) -> list[nn.Module]:
+    model, apart = described.module, described.experts.values()
     inside = {part for experts in apart for part in experts.modules()}
     given = default_units(model) if units is None else [*units]
     for unit in given:
@@ -191,17 +191,18 @@ def shard_units(
     mesh: DeviceMesh | None,
     units: Iterable[nn.Module] | None,
     **options: Any,
-) -> None:
+) -> Model:
     """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values.
 
     Sharded experts are sharded over the ranks with the same ones. `options` are fully_shard's.
+    Returns the description of the sharded model.
     """
     device = next(iter(model.weights)).device
     device = device_of(group) if device.type == "meta" else device
     meshes: dict[Any, DeviceMesh] = {} if mesh is None else {group: mesh}
-    for module, params in fsdp_units(model.module, units):
+    for module, params in fsdp_units(model, units):
         materialize(module, params, device)
-        start_equal_over_data(model, [group], params)
+        start_equal(model, [group], params, over_data=True)
         ranks = model.weights[params[0]].data_group(group) if params else group
         if ranks not in meshes:
             meshes[ranks] = DeviceMesh.from_group(ranks or new_group_alone(), device.type)
@@ -212,7 +213,9 @@ def shard_units(
             torch_names.gather_when_needed(made)
             divide_gradients(made, group)
     materialize(model.module, (), device)  # modules with only buffers
-    start_equal_over_data(describe(model.module), [group], model.module.buffers())
+    made_of = describe(model.module)
+    start_equal(made_of, [group], made_of.buffers, over_data=True)
+    return made_of
 
 
 def fsdp_roots(model: nn.Module) -> list[Any]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.backward_pass import BackwardPass, current_pass, will_run
-from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import largest_of, takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
     GradientHooks,
@@ -91,7 +90,7 @@ class ZeroInfinity(ZeroOptimizer):
         """Collective: a broadcast per unit."""
         optimizer, group = given.optimizers[0].optimizer, given.group
         device = device_of_model(given.model.weights)
-        experts = [*expert_parallel_modules(given.model.module).values()]
+        experts = [*given.model.experts.values()]
         for each in (group, *filter(None, (layer.replica_group for layer in experts))):
             if not (takes_uneven(each, _CPU) and takes_uneven(each, device)):
                 where = f"CPUs and {device.type}" if device != _CPU else "CPUs"

@@ -15,7 +15,7 @@ from ringcomm.backward_pass import in_backward
 from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
 from ringcomm.parallel.model.cut import note_shards
-from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
+from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.saving import refuse_copy, refuse_moves, save_full
 from ringcomm.parallel.model.units import (
     materialize,
@@ -62,19 +62,20 @@ class WeightShards:
     ) -> None:
         self.group, model = group, described.module
         refuse_compile(model)
-        found = params_of_units(model, units)
+        found, had_meta = params_of_units(described, units), described.has_meta
         self._model = model
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
         self.units: list[ShardedUnit] = []
         alone: Any = None
         for module, params in found:
             materialize(module, params, device)
-            start_equal_over_data(described, [self.group], params)
+            start_equal(described, [self.group], params, over_data=True)
             ranks = described.weights[params[0]].data_group(group) or alone
             ranks = ranks or (alone := new_group_alone())
             self.units.append(ShardedUnit(module, params, ranks, shard_store))
         materialize(model, (), device)  # modules with only buffers
-        start_equal_over_data(describe(model), [self.group], model.buffers())
+        described = describe(model) if had_meta else described  # of other buffers
+        start_equal(described, [self.group], described.buffers, over_data=True)
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))

@@ -81,71 +81,57 @@ def _ranks_in_a_row(group: dist.ProcessGroup, num: int) -> dist.ProcessGroup:
 # ---- linear layers
 
 
-class _ParallelLinear(SplitModule):
-    """A shard of nn.Linear: `weight` and `bias` are this rank's parts."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    in_features: int
-    out_features: int
-    features: tuple[int, int]
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
-        """Makes this rank's part of an unsharded layer.
-
-        Args:
-            linear: the layer, of the same size on all ranks; it becomes that of the group's rank 0,
-                and this rank's part of it is copied.
-            options: those of the class.
-
-        Raises:
-            TypeError: it is not a linear layer.
-
-        Collective, unless the layer is on the meta device.
-        """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"from_linear() takes an nn.Linear, got {type(linear).__name__}")
-        kind: Any = cls
-        options |= {"bias": linear.bias is not None, "device": "meta", "dtype": linear.weight.dtype}
-        made: Self = kind(linear.in_features, linear.out_features, **options)
-        return made.take(linear)
-
-    def _split(self, dim: int, shard_multiple: int, num_replicas: int = 1) -> None:
-        """Splits the features of a dimension over the ranks, in whole units such as heads."""
-        num = (self.out_features, self.in_features)[dim]
-        if shard_multiple < 1 or num % shard_multiple:
-            what = ("out_features", "in_features")[dim]
-            raise ValueError(f"{what} must be a multiple of {shard_multiple}, got {num}")
-        parts = ranges_of(num, self.group.size() // num_replicas, shard_multiple)
-        ranges = tuple(part for part in parts for _ in range(num_replicas))
-        self.splits = {"weight": Split(dim, ranges, self.group.rank(), num_replicas)}
-        self.features = ranges[self.group.rank()]
-
-    def _draw(
-        self, has_bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
-        """Draws random values as nn.Linear does."""
-        draw = partial(drawn_part, device=device, dtype=dtype)
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        split, shape = self.splits["weight"], (self.out_features, self.in_features)
-        self.weight = draw(shape, split, lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5)))
-        if not has_bias:
-            self.register_parameter("bias", None)
-            return
-        if split.dim == 0:
-            self.splits["bias"] = split
-        of_bias = self.splits.get("bias")
-        self.bias = draw(shape[:1], of_bias, lambda x: nn.init.uniform_(x, -bound, bound))
-
-    def extra_repr(self) -> str:
-        sizes: list[Any] = [self.out_features, self.in_features]
-        dim, (begin, end) = self.splits["weight"].dim, self.features
-        sizes[dim] = f"{begin}:{end} of {sizes[dim]}"
-        return "in_features={1}, out_features={0}".format(*sizes)
+def _options_of(linear: nn.Linear) -> dict[str, Any]:
+    """What makes a layer of the same size, on the meta device."""
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"from_linear() takes an nn.Linear, got {type(linear).__name__}")
+    sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
+    return {
+        **sizes,
+        "bias": linear.bias is not None,
+        "device": "meta",
+        "dtype": linear.weight.dtype,
+    }
 
 
-class ColumnParallelLinear(_ParallelLinear):
+def _split(layer: Any, dim: int, shard_multiple: int, num_replicas: int = 1) -> None:
+    """Splits the features of a dimension over the ranks, in whole units such as heads."""
+    num = (layer.out_features, layer.in_features)[dim]
+    if shard_multiple < 1 or num % shard_multiple:
+        what = ("out_features", "in_features")[dim]
+        raise ValueError(f"{what} must be a multiple of {shard_multiple}, got {num}")
+    parts = ranges_of(num, layer.group.size() // num_replicas, shard_multiple)
+    ranges = tuple(part for part in parts for _ in range(num_replicas))
+    layer.splits = {"weight": Split(dim, ranges, layer.group.rank(), num_replicas)}
+    layer.features = ranges[layer.group.rank()]
+
+
+def _draw(
+    layer: Any, has_bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+) -> None:
+    """Draws random values as nn.Linear does."""
+    draw = partial(drawn_part, device=device, dtype=dtype)
+    bound = 1 / math.sqrt(layer.in_features) if layer.in_features else 0.0
+    split, shape = layer.splits["weight"], (layer.out_features, layer.in_features)
+    layer.weight = draw(shape, split, lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5)))
+    if not has_bias:
+        layer.register_parameter("bias", None)
+        return
+    if split.dim == 0:
+        layer.splits["bias"] = split
+    of_bias = layer.splits.get("bias")
+    layer.bias = draw(shape[:1], of_bias, lambda x: nn.init.uniform_(x, -bound, bound))
+
+
+def _sizes(layer: Any) -> str:
+    """extra_repr() with this rank's features."""
+    sizes: list[Any] = [layer.out_features, layer.in_features]
+    dim, (begin, end) = layer.splits["weight"].dim, layer.features
+    sizes[dim] = f"{begin}:{end} of {sizes[dim]}"
+    return "in_features={1}, out_features={0}".format(*sizes)
+
+
+class ColumnParallelLinear(SplitModule):
     """nn.Linear whose output features are sharded over ranks.
 
     Args:
@@ -170,6 +156,12 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Collective if num_replicas is above 1.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    features: tuple[int, int]
+
+    extra_repr = _sizes
 
     def __init__(
         self,
@@ -197,13 +189,29 @@ class ColumnParallelLinear(_ParallelLinear):
                 f"num_replicas must divide the {world_size} ranks, and be 1 with gather_output;"
                 f" got {num_replicas}"
             )
-        self._split(0, shard_multiple, num_replicas)
-        self._draw(bias, device, dtype)
+        _split(self, 0, shard_multiple, num_replicas)
+        _draw(self, bias, device, dtype)
         if num_replicas > 1:
             copies = _ranks_in_a_row(self.group, num_replicas)
             take_from_rank0(self.parameters(), copies)
             for param in self.parameters():
                 all_reduce_grad_(param, copies)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+        """Makes this rank's part of an unsharded layer.
+
+        Args:
+            linear: the layer, of the same size on all ranks; it becomes that of the group's rank 0,
+                and this rank's part of it is copied.
+            options: those of the class.
+
+        Raises:
+            TypeError: it is not a linear layer.
+
+        Collective, unless the layer is on the meta device.
+        """
+        return cls(**options, **_options_of(linear)).take(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., this rank's output features), or to all of them."""
@@ -216,7 +224,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return gather_from_tp(out, sizes, self.group)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(SplitModule):
     """nn.Linear whose input features are sharded over ranks, as after a column-parallel layer.
 
     Args:
@@ -232,6 +240,12 @@ class RowParallelLinear(_ParallelLinear):
     Raises ValueError if in_features is not a multiple of shard_multiple. Collective if it has a
     bias, which becomes that of rank 0.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    features: tuple[int, int]
+
+    extra_repr = _sizes
 
     def __init__(
         self,
@@ -249,12 +263,17 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__()
         self.group, self.sequence_dim = resolve_group(group, mesh), sequence_dim
         self.in_features, self.out_features = in_features, out_features
-        self._split(1, shard_multiple)
-        self._draw(bias, device, dtype)
+        _split(self, 1, shard_multiple)
+        _draw(self, bias, device, dtype)
         if self.bias is not None:
             take_from_rank0([self.bias], self.group)
             if sequence_dim is not None:
                 all_reduce_grad_(self.bias, self.group)  # each rank adds it to its own tokens
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+        """As ColumnParallelLinear.from_linear()."""
+        return cls(**options, **_options_of(linear)).take(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., this rank's input features) to (..., out_features), or this rank's tokens of it."""

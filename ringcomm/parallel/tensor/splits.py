@@ -19,6 +19,7 @@ from ringcomm.parallel.flat_collectives import take_from_rank0
 from ringcomm.parallel.model.saving import refuse_copy, refuse_saving
 from ringcomm.parallel.tensor.regions import give_memory
 from ringcomm.parallel.torch_checks import register_part
+from ringcomm.torch_names import LOAD_MODULE, SAVE_MODULE
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
 
@@ -99,53 +100,50 @@ def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     return found[device.type]
 
 
-class PartModule(nn.Module):
-    """A module with parameters that are this rank's parts of sharded ones.
+def save_parts(module: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+    """_save_to_state_dict() of a module with `splits` over its `group`: parts become DTensors."""
+    SAVE_MODULE(module, destination, prefix, keep_vars)
+    if keep_vars or module.group.size() == 1:  # the parameters themselves are asked for
+        return
+    for key, split in ((prefix + name, split) for name, split in module.splits.items()):
+        destination[key] = split.as_dtensor(destination[key], module.group, key)
+        refuse_saving(destination[key], key)
 
-    state_dict() has them as DTensors; load_state_dict() takes these, or full tensors.
-    """
+
+def load_parts(
+    module: Any, state_dict: Any, prefix: str, metadata: Any, strict: bool, *problems: Any
+) -> None:
+    """_load_from_state_dict() of such a module: takes DTensors as saved, or full tensors."""
+    if module.splits and metadata.get("assign_to_params_buffers") and module.group.size() > 1:
+        raise RuntimeError(
+            "load_state_dict(assign=True) would drop the gradient hooks of sharded weights:"
+            " leave assign out, or use ringcomm.parallel.set_state_dict"
+        )
+    given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    for name, split in module.splits.items():
+        if (key := prefix + name) in given:
+            try:
+                given[key] = split.own_part(given[key], module.group)
+            except ValueError as problem:
+                given[key] = module.get_parameter(name)
+                problems[-1].append(f"{key}: {problem}")
+    LOAD_MODULE(module, given, prefix, metadata, strict, *problems)
+
+
+class SplitModule(nn.Module):
+    """A tensor-parallel layer."""
 
     group: dist.ProcessGroup  # whose ranks have the parts
     splits: dict[str, Split]  # by the parameter's name in the module
+    sequence_dim: int | None = None  # along which tokens are sharded outside such modules
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
+    _save_to_state_dict, _load_from_state_dict = save_parts, load_parts  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__()
         self.splits = {}
         register_part(self)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if keep_vars or self.group.size() == 1:  # the parameters themselves are asked for
-            return
-        for key, split in ((prefix + name, split) for name, split in self.splits.items()):
-            destination[key] = split.as_dtensor(destination[key], self.group, key)
-            refuse_saving(destination[key], key)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *problems: Any
-    ) -> None:
-        if self.splits and metadata.get("assign_to_params_buffers") and self.group.size() > 1:
-            raise RuntimeError(
-                "load_state_dict(assign=True) would drop the gradient hooks of sharded weights:"
-                " leave assign out, or use ringcomm.parallel.set_state_dict"
-            )
-        given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-        for name, split in self.splits.items():
-            if (key := prefix + name) in given:
-                try:
-                    given[key] = split.own_part(given[key], self.group)
-                except ValueError as problem:
-                    given[key] = self.get_parameter(name)
-                    problems[-1].append(f"{key}: {problem}")
-        super()._load_from_state_dict(given, prefix, metadata, strict, *problems)
-
-
-class SplitModule(PartModule):
-    """A tensor-parallel layer."""
-
-    sequence_dim: int | None = None  # along which tokens are sharded outside such modules
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, DTensor) and self.sequence_dim is not None and self.group.size() > 1:

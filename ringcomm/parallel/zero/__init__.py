@@ -165,9 +165,9 @@ def shard(
         described, inners = check_arguments(
             model, optimizers_of(optimizer), options, stage, mesh, (elementwise, whole)
         )
-        check_data_ranks(model, resolved, "zero.shard()")
+        check_data_ranks(described.experts, resolved, "zero.shard()")
         state = _joined_state(inners)
-        names = {module: name for name, module in model.named_modules()}
+        names = {module: name for name, module in described.module.named_modules()}
         param_groups = [group for inner in inners for group in inner.groups]
         # Ranks have different experts.
         weights = [[described.weights[p] for p in g["params"]] for g in param_groups]
@@ -243,7 +243,7 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
 
 
 def check_arguments(
-    model: nn.Module,
+    model: nn.Module | Model,
     optimizers: Sequence[torch.optim.Optimizer],
     options: ShardOptions,
     stage: int,
@@ -251,7 +251,7 @@ def check_arguments(
     words: tuple[Collection[type], Collection[type]],
 ) -> tuple[Model, list[Inner]]:
     """The model and its optimizers; raises TypeError or ValueError if it cannot be sharded."""
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module | Model):
         raise TypeError(f"expected a model as the first argument, got {type(model).__name__}")
     if not isinstance(optimizers, Sequence) or not all(
         isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers
@@ -268,7 +268,7 @@ def check_arguments(
             )
         if len({(each.to, str(each.path)) for each in offloaded}) > 1:
             raise ValueError("offload_weights needs optimizers with equal `to` and `path`")
-    described = describe(model)
+    described = model if isinstance(model, Model) else describe(model)
     inners = [
         Inner(
             optimizer,

@@ -17,7 +17,6 @@ from ringcomm import torch_names
 from ringcomm.parallel.clip import LossScale, clip_factor, norm_of_shards
 from ringcomm.parallel.flat_collectives import local_of, raise_on_all
 from ringcomm.parallel.model.cut import Axes
-from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.offload.state_rows import StatesView
 from ringcomm.parallel.optimizer_classes import over_groups, params_in
 from ringcomm.parallel.zero.inner import Given, Grads, InnerSteps, refuse_ddp
@@ -46,7 +45,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scale = given.options.loss_scale
         self.loss_scaling = LossScale(scale) if scale is not None else None
         self.grad_norm: float | None = None
-        self._model = given.model.module
+        self._described, self._model = given.model, given.model.module
         self._is_made, self._num_no_sync = False, 0
         makers = [inner.optimizer for inner in given.optimizers]
         makers += [maker.given for maker in makers if hasattr(maker, "given")]
@@ -67,7 +66,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.defaults.pop(key, None)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.
-        given.model.module.register_forward_pre_hook(refuse_ddp, prepend=True)
+        self._model.register_forward_pre_hook(refuse_ddp, prepend=True)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise RuntimeError(
@@ -303,7 +302,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @cached_property
     def _axes(self) -> Axes:
         """The ranks with the other elements of the tensors from _shards()."""
-        axes = describe(self._model).axes()
+        axes = self._described.axes()
         # DTensors, as at stage 3, have their own sharding.
         is_flat = not any(isinstance(param, DTensor) for param in self.all_params())
         return axes.sharded_over(self.inner.group_of) if is_flat else axes

@@ -10,7 +10,6 @@ from torch import nn
 
 from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
-from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.units import device_of_model, fsdp_units, params_of_units
@@ -75,7 +74,7 @@ def predict_memory(
     """
     ranks = _Ranks(model, stage, world_size, rank, ShardOptions(**options))
     if ranks.options.offload_weights:
-        return _of_infinity(ranks, params_of_units(model, units), model)
+        return _of_infinity(ranks, params_of_units(ranks.model, units), model)
     optimizers = optimizers_of(optimizer)
     wholes = [each for each in optimizers if needs_whole(each, elementwise, whole)]
     states, owners = _states_of(optimizers, wholes), _owners(wholes, ranks)
@@ -83,11 +82,17 @@ def predict_memory(
         buckets = _planned(optimizers, owners, ranks)
         parts = [_of_bucket(ranks, bucket, states, owners) for bucket in buckets]
     else:
-        by_unit = {m: _of_unit(ranks, own, states, owners) for m, own in fsdp_units(model, units)}
-        parts = [of._replace(buffers=_with_experts(unit, by_unit)) for unit, of in by_unit.items()]
+        by_unit = {
+            m: _of_unit(ranks, own, states, owners) for m, own in fsdp_units(ranks.model, units)
+        }
+        parts = [
+            of._replace(buffers=of.buffers + max((by_unit[m].buffers for m in inside), default=0))
+            for unit, of in by_unit.items()
+            for inside in [ranks.experts_in(unit, by_unit)]
+        ]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
     # With sharded experts stage 2 reduces at the end of a pass.
-    all_at_once = stage == 2 and expert_parallel_modules(model)
+    all_at_once = stage == 2 and ranks.model.experts
     total = sum(buffers) if all_at_once else max(buffers)
     return Memory(sum(parameters), sum(gradients), sum(kept), total)
 
@@ -131,7 +136,7 @@ def predict_traffic(
         own = [param for param in params_in(each.param_groups) if param in owners]
         num_rounds = max(Counter((ranks.group_of(p), owners[p]) for p in own).values(), default=0)
         total += others * (num_rounds if chosen.offload_weights else 1)
-        if num_rounds and chosen.offload_weights and expert_parallel_modules(model):
+        if num_rounds and chosen.offload_weights and ranks.model.experts:
             total += 4 * others  # the number of rounds
     if stage < 3:
         buckets = _planned(optimizers, owners, ranks)
@@ -201,6 +206,11 @@ class _Ranks:
     def place(self, param: nn.Parameter) -> tuple[int, int]:
         """This rank's number among those that share a weight, and their number."""
         return place_in(self.group_of(param))
+
+    def experts_in(self, unit: nn.Module, units: Collection[nn.Module]) -> set[nn.Module]:
+        """The sharded experts that a unit runs, which are other units."""
+        found: set[nn.Module] = {*self.model.experts.values()}
+        return found.intersection(unit.modules(), units) - {unit}
 
     def itemsize(self, param: nn.Parameter) -> int:
         return (self.options.param_dtype or param.dtype).itemsize
@@ -312,12 +322,6 @@ def _of_unit(
     return Memory(parameters, gradients, of_states, buffers)
 
 
-def _with_experts(unit: nn.Module, by_unit: Mapping[nn.Module, Memory]) -> int:
-    """The buffers of a unit, and of the largest experts that it runs, which are other units."""
-    inside = {*expert_parallel_modules(unit).values()} & by_unit.keys() - {unit}
-    return by_unit[unit].buffers + max((by_unit[m].buffers for m in inside), default=0)
-
-
 def _of_infinity(
     ranks: _Ranks, units: list[tuple[nn.Module, list[nn.Parameter]]], model: nn.Module
 ) -> Memory:
@@ -342,7 +346,7 @@ def _of_infinity(
         extras[module] = largest + (0 if is_on_device else 2 * shards)
     peaks = []
     for module, extra in extras.items():
-        inside = {*expert_parallel_modules(module).values()} & extras.keys() - {module}
+        inside = ranks.experts_in(module, extras)
         most = max([extra, *(wholes[m] + extras[m] for m in inside)])
         peaks.append((module is not model) * wholes[module] + most)
     buffers = wholes.get(model, 0) + max(peaks)

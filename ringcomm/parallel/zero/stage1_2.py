@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.fused_update import Rule, rule_of
-from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import device_of, fuses_updates, with_own_storage
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.model.describe import describe, start_equal_over_data
+from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.zero.bucket import Bucket
@@ -45,11 +44,17 @@ class FlatZero(ZeroOptimizer):
 
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per bucket."""
-        super().__init__(given)
-        model, group, options = given.model.module, self.group, self.options
-        materialize(model, [*given.model.weights], device_of(group))
-        described = describe(model)
-        start_equal_over_data(described, [group])
+        described, model, group, options = (
+            given.model,
+            given.model.module,
+            given.group,
+            given.options,
+        )
+        if described.has_meta:
+            materialize(model, [*described.weights], device_of(group))
+            described = describe(model)  # of other buffers
+        start_equal(described, [group], over_data=True)
+        super().__init__(given._replace(model=described))
         self.inner.share_out({p: w.data_group(group) for p, w in described.weights.items()})
         self.stage = stage = given.stage
         dtype = options.param_dtype
@@ -71,7 +76,7 @@ class FlatZero(ZeroOptimizer):
             self.all_params(),
             late,
             reduces=stage == 2,
-            defers=bool(expert_parallel_modules(model)),
+            defers=bool(described.experts),
         )
         if isinstance(model, StagePart) and stage == 2:
             model.after_backward.append(weakly(self._reducer.join))

@@ -18,7 +18,6 @@ from ringcomm import torch_names
 from ringcomm.backward_pass import OpenPasses
 from ringcomm.parallel.flat_collectives import largest_of, local_of
 from ringcomm.parallel.gradient_placeholder import hookable, weakly
-from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_moves, refuse_parts, save_full
 from ringcomm.parallel.model.units import (
@@ -45,6 +44,22 @@ class Zero3(ZeroOptimizer):
     The root reshards after its forward like every unit, so a step communicates weights twice and
     gradients once. Weights keep their dtype (float32) and are gathered in `param_dtype`; gradients
     are reduced in `reduce_dtype`.
+
+    Hooks, in the order of a step, besides those of fully_shard; roots are the outermost units:
+
+    - forward of a root begins: _forward_begins() checks that no `.data` was set; of the model,
+      refuse_ddp() that DistributedDataParallel does not run it
+    - forward of any other module with weights begins: _check_gathered() refuses sharded ones
+    - forward of a unit begins: watch_whole_weights() puts _mark() on weights that are gathered
+      for the first time; a direct call of `unit.forward` goes through hooks (_through_hooks())
+    - forward of a unit ends, before fully_shard frees weights: _keep_output() copies outputs in
+      their memory
+    - forward of a root ends: _watch_outputs() puts _pass_begins() on the outputs' nodes
+    - backward reaches an output: _pass_begins() refuses create_graph=True and counts the pass
+    - autograd has added to a gathered weight's gradient: _mark() notes that this rank has one
+    - fully_shard has reduced it into the sharded weight's: _note_reduced() notes which tensor
+    - model.zero_grad() calls this optimizer's, too (_after())
+    - state_dict(), save_pretrained(), to(): those of model/saving.py, for parts of weights
     """
 
     def __init__(self, given: Given) -> None:
@@ -54,58 +69,47 @@ class Zero3(ZeroOptimizer):
         is_mixed = options.param_dtype is not None or options.reduce_dtype is not None
         policy = MixedPrecisionPolicy(options.param_dtype, options.grad_dtype if is_mixed else None)
         fully = {"mp_policy": policy, "reshard_after_forward": True}
-        shard_units(given.model, given.group, given.mesh, given.units, **fully)
+        described = shard_units(given.model, given.group, given.mesh, given.units, **fully)
         for own in given.groups:
             places = [given.model.weights[param].places[0] for param in own["params"]]
             before, own["params"] = own["params"], [m.get_parameter(name) for m, name in places]
             for param, made in zip(before, own["params"], strict=True):
                 vars(made).update({**vars(param), **vars(made)})
-        super().__init__(given)
+        super().__init__(given._replace(model=described))
         self.inner.place_offloaded()
         self.inner.share_out(
             {
                 param: self.group if weight.experts is None else param.device_mesh.get_group()  # type: ignore[attr-defined]
-                for param, weight in describe(model).weights.items()
+                for param, weight in described.weights.items()
             }
         )
         self._passes: OpenPasses[None] = OpenPasses()
         self._is_in_forward = False  # also after a forward that has raised
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
-        named = model.named_parameters()
-        self._memory = [(name, param, param.detach()) for name, param in named]
-        self._units: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self._roots = fsdp_roots(model)
-        for root in self._roots:
-            root.register_forward_pre_hook(torch_names.untraced(weakly(self._forward_begins)))
-            root.register_forward_hook(torch_names.untraced(weakly(self._watch_outputs)))
-        meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
-        for module in model.modules():
-            has_weights = next(module.parameters(recurse=False), None) is not None
-            if has_weights and not isinstance(module, FSDPModule):
-                module.register_forward_pre_hook(partial(_check_gathered, meshes))
-        refuse_moves(model)
-        is_whole = (
-            given.mesh is None or torch_names.root_mesh(given.mesh).size() == self.group.size()
-        )
-        save_full(model, self.group if is_whole else None)
-        refuse_parts(model)
-        for unit in self._units:
-            unit.forward = _through_hooks(unit)
-        model.zero_grad = _after(weakly(self.zero_grad), model.zero_grad)  # type: ignore[method-assign]
-        if hasattr(model, "generate"):
-            # It calls the encoder of an encoder-decoder model, which uses weights of the root.
-            register_fsdp_forward_method(model, "generate")
         self._is_synced = True
         # Weights with a gradient from autograd on this rank since the last step; weights whose
         # gradient no_sync() keeps; and gradients left by fully_shard, which may be zeros.
         self._marked: set[nn.Parameter] = set()
         self._kept: set[nn.Parameter] = set()
         self._reduced: dict[nn.Parameter, Tensor | None] = {}
+        named = model.named_parameters()
+        self._memory = [(name, param, param.detach()) for name, param in named]
+        self._units: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._roots = fsdp_roots(model)
         self._watch(model)
         self._tell_scale()
+        if hasattr(model, "generate"):
+            # It calls the encoder of an encoder-decoder model, which uses weights of the root.
+            register_fsdp_forward_method(model, "generate")
+        refuse_moves(model)
+        is_whole = (
+            given.mesh is None or torch_names.root_mesh(given.mesh).size() == self.group.size()
+        )
+        save_full(model, self.group if is_whole else None)
+        refuse_parts(model)
 
     def _watch(self, model: nn.Module) -> None:
-        """Hooks for the sets of the constructor."""
+        """Installs all hooks; the class's docstring lists them."""
         params = {
             (module, name): param
             for module in model.modules()
@@ -123,6 +127,17 @@ class Zero3(ZeroOptimizer):
         for param in self.all_params():
             with hookable(param):
                 param.register_post_accumulate_grad_hook(note_reduced)
+        for root in self._roots:
+            root.register_forward_pre_hook(torch_names.untraced(weakly(self._forward_begins)))
+            root.register_forward_hook(torch_names.untraced(weakly(self._watch_outputs)))
+        meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
+        for module in model.modules():
+            has_weights = next(module.parameters(recurse=False), None) is not None
+            if has_weights and not isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(partial(_check_gathered, meshes))
+        for unit in self._units:
+            unit.forward = _through_hooks(unit)
+        model.zero_grad = _after(weakly(self.zero_grad), model.zero_grad)  # type: ignore[method-assign]
 
     def _mark(self, param: nn.Parameter, _: Tensor) -> None:
         self._marked.add(param)

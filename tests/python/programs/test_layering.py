@@ -150,3 +150,21 @@ def test_python_imports_point_left() -> None:
             if is_wrong or (top in ("ringcomm", "kernels") and first in OUTSIDE):
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_chain_of_classes_has_more_than_two() -> None:
+    """Not counting bases of other libraries. Classes of one name count as one."""
+    bases: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "ringcomm").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            if isinstance(node, ast.ClassDef):
+                named = [base for base in node.bases if isinstance(base, ast.Name | ast.Attribute)]
+                names = [ast.unparse(base).rpartition(".")[2] for base in named]
+                bases.setdefault(node.name, []).extend({*names} - {node.name})
+
+    def depth(name: str) -> int:
+        return 1 + max(map(depth, bases[name]), default=0) if name in bases else 0
+
+    assert len(bases) > 100
+    assert depth("Zero3") == 2
+    assert {name for name in bases if depth(name) > 2} == set()

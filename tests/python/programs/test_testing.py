@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from cases import quick, slow
 from rank_programs import run_command
 from torch.utils.data import DataLoader
 
-from ringcomm.testing import RanksFailedError, guard, run_ranks
+from ringcomm.testing import RanksFailedError, guard, plugin, run_ranks
 
 # Each starts processes that import torch, for which a busy machine takes long.
 LIMIT_S = 300.0
@@ -147,6 +148,20 @@ def test_the_fixture(tmp_path: Path) -> None:
     said = pytest_of(tmp_path, text, cwd=tmp_path)
     for words in ("1 failed, 3 passed", "test_fails[2 ranks]", "rank 1: Traceback"):
         assert words in said, said
+
+
+@pytest.mark.slow
+def test_the_example_of_the_plugin(tmp_path: Path) -> None:
+    """As its docstring has it, without what a reader would have to add."""
+    lines = str(plugin.__doc__).splitlines()
+    example = "\n".join(line[4:] for line in lines if line.startswith("    ") or not line)
+    _, conftest, of_conftest, name, of_test = re.split(r"^# (\w+\.py)\n", example, flags=re.M)
+    assert (conftest, name) == ("conftest.py", "test_total.py")
+    (tmp_path / conftest).write_text(of_conftest)
+    (tmp_path / name).write_text(of_test)
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path)
+    said = run_command(*command, cwd=tmp_path, timeout_s=LIMIT_S).stdout
+    assert "2 passed" in said, said
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import time
+from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -44,9 +46,11 @@ from zero_models import (
     weights,
 )
 
+from ringcomm.errors import CollectiveTimeoutError
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel import set_state_dict as set_whole_state
+from ringcomm.torch_names import backend_of, set_timeout
 
 
 def continue_alone(values: dict[str, Any], kind: str, state: Any) -> dict[str, Tensor]:
@@ -393,3 +397,23 @@ def test_states_in_memory_are_copies(rank: int, stage: int) -> None:
 
 def full(value: Any) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def state_of_rank_0(rank: int, done: Path) -> None:
+    model, optimizer = make(3, "muon")
+    train(model, optimizer, rank, 2, range(1))
+    group = dist.group.WORLD
+    assert group is not None
+    set_timeout(backend_of(group, torch.device("cpu")).options, timedelta(seconds=1.5))
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match="rank 1"):
+            optimizer.state_dict()
+        done.touch()
+    deadline = time.monotonic() + 60.0
+    while not done.exists():
+        assert time.monotonic() < deadline, "rank 0 hangs"
+        time.sleep(0.05)
+
+
+def test_a_collective_state_dict_of_one_rank_does_not_hang(tmp_path: Path) -> None:
+    run_ranks(2, state_of_rank_0, tmp_path / "done", fresh=True)
