@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from ringcomm.ops.losses.cross_entropy import cross_entropy
+from ringcomm.parallel.flat_collectives import current_stream_of, side_stream
 from ringcomm.parallel.model.describe import unwrapped
 from ringcomm.torch_names import gathered_weights, tree_leaves, tree_map_only
 
@@ -58,10 +59,15 @@ class Batch(NamedTuple):
         """As to(), without a wait; and the event after which pinned memory may be written."""
         if device.type == "cpu":
             return self.to(device), None
-        moved = self.to(device, non_blocking=True)
-        is_pinned = any(isinstance(x, Tensor) and x.is_pinned() for x in tree_leaves(self))
-        stream = torch.accelerator.current_stream(device)
-        return moved, stream.record_event() if is_pinned else None
+        if not any(isinstance(x, Tensor) and x.is_pinned() for x in tree_leaves(self)):
+            return self.to(device, non_blocking=True), None
+        # On a stream of its own: a wait for the event is none for the steps before.
+        current, stream = torch.accelerator.current_stream(device), side_stream(device, "batches")
+        with current_stream_of(device, stream):
+            moved = self.to(device, non_blocking=True)
+        current.wait_stream(stream)
+        tree_map_only(Tensor, lambda x: None if x.is_meta else x.record_stream(current), moved)
+        return moved, stream.record_event()
 
     def chunk(self, num: int) -> "list[Batch]":
         """Equal parts of the rows."""
@@ -217,7 +223,8 @@ class PartLoss:
         if targets.is_meta:
             return [0.0] * num_parts
         found = [self._count(part) for part in targets.chunk(num_parts)]
-        sums = [torch.as_tensor(x, dtype=torch.float64, device=targets.device) for x in found]
+        device = next((x.device for x in found if isinstance(x, Tensor)), "cpu")
+        sums = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in found]
         counts: list[float] = torch.stack(sums).tolist()
         if not all(0 <= count < math.inf for count in counts):
             raise ValueError(f"count_items must return a number of labels, got {counts}")

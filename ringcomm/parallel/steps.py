@@ -215,7 +215,8 @@ class Parallelized:
         """The mean over dims["batch"], which also ends the step of DDP. Collective."""
         loss, group = loss.detach(), self.dims.group("batch")
         if group.size() > 1:
-            numbers = torch.cat([loss[None], loss.new_tensor(self._used)])
+            used = torch.tensor(self._used, dtype=loss.dtype, device="cpu")
+            numbers = torch.cat([loss[None], used.to(loss.device, non_blocking=True)])
             dist.all_reduce(numbers, group=group)
             loss = numbers[0] / group.size()
             if not all(self._used):

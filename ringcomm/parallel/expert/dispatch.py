@@ -96,7 +96,8 @@ def plan_dispatch(
     parts = rows_per_expert.split(sizes)
     need = NEEDS_GRADIENT if is_grad_needed else NEEDS_NO_GRADIENT
     need = need if torch.is_grad_enabled() else NO_GRAD
-    facts = rows_per_expert.new_tensor([need, DTYPES.index(dtype)])
+    facts = torch.tensor([need, DTYPES.index(dtype)], dtype=rows_per_expert.dtype, device="cpu")
+    facts = facts.to(rows_per_expert.device, non_blocking=True)
     message = torch.cat([piece for part in parts for piece in (facts, part)])
     of_rank = NUM_FACTS + sizes[group.rank()]
     answer = message.new_empty(world_size * of_rank)

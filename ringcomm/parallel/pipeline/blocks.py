@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ringcomm.parallel.flat_collectives import all_gathered, local_of
+from ringcomm.parallel.flat_collectives import all_gathered, device_of, local_of
 from ringcomm.parallel.loss import parameters_of
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import Asked, refuse
@@ -280,7 +280,8 @@ def tied_gradients_summed(part: StagePart) -> Iterator[None]:
         if not param.requires_grad:
             param.grad = before[param]
             continue
-        has_grad = torch.tensor([param.grad is not None], dtype=torch.uint8, device=param.device)
+        device = device_of(part.group)  # that on the CPU is read without a wait for others
+        has_grad = torch.tensor([param.grad is not None], dtype=torch.uint8, device=device)
         if any(_exchange(has_grad, ranks, part.group)):
             if param.grad is None:
                 param.grad = torch.zeros_like(param)

@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import agreeing, check_agreement, gathered_rows
-from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, check_values, parameters_of
+from ringcomm.parallel.loss import (
+    Batch,
+    CountItems,
+    PartLoss,
+    check_rows,
+    check_values,
+    parameters_of,
+)
 from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.pipeline.blocks import (
@@ -170,6 +177,7 @@ class Pipeline:
         self._num_made, self._made = 0, dict[Any, Made]()
         self._trained: list[bool] | None = None  # of this rank's weights, which, in the first step
         self._log: Log = []
+        self._is_sent: torch.Event | None = None  # of the last batch
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
@@ -231,10 +239,9 @@ class Pipeline:
             for module in self._modules.values():
                 module.log = self._log if record else None
             self._loss_scale = loss_scale
-            args = [value.to(self.device) for value in batch] if self._has(0) else []
-            options = {"target": target.to(self.device)} if self._has(-1) else {}
+            options = {"target": batch.targets[0]} if self._has(-1) else {}
             with aborted_on_failure(self.group):
-                made.schedule.step(*args, **options, return_outputs=False)
+                made.schedule.step(*batch.args, **options, return_outputs=False)
                 for stage in made.stages:
                     stage.drop_unused()
             return self._shared_loss()
@@ -252,9 +259,9 @@ class Pipeline:
 
         The mode of modules is not changed: call `pipe.module.eval()` before. Collective.
         """
-        outputs, _ = self._run_forward(inputs, (target,), kwargs, num_items)
+        outputs, targets, _ = self._run_forward(inputs, (target,), kwargs, num_items)
         if self._has(-1):
-            wanted = target.to(self.device).chunk(self.plan.num_microbatches)
+            wanted = targets[0].chunk(self.plan.num_microbatches)
             with aborted_on_failure(self.group):
                 for output, part in zip(outputs, wanted, strict=True):
                     self._next_loss(output, part)
@@ -267,7 +274,7 @@ class Pipeline:
         The arguments are those of step(). The mode of modules is not changed. Raises TypeError if
         the last block returns several tensors. Collective: broadcasts the output.
         """
-        outputs, metas = self._run_forward(inputs, (), kwargs)
+        outputs, _, metas = self._run_forward(inputs, (), kwargs)
         if len(metas) != 1:
             raise TypeError(f"the last block must return one tensor, it returns {len(metas)}")
         shape = metas[0].shape[0] * self.plan.num_microbatches, *metas[0].shape[1:]
@@ -275,17 +282,25 @@ class Pipeline:
         if self._has(-1):
             torch.cat(outputs, out=whole)
         dist.broadcast(whole, group=self.group, group_src=self.plan.rank_of(-1))
+        self._wait_for_batch()
         return whole
 
-    def _run_forward(self, *args: Any) -> tuple[list[Any], Metas]:
-        """The last rank's outputs of micro-batches, and their shape; arguments of _prepared()."""
+    def _run_forward(self, *args: Any) -> tuple[list[Any], Any, Metas]:
+        """The last rank's outputs of micro-batches, its targets, and the outputs' shape.
+
+        Arguments of _prepared().
+        """
         batch, made = self._prepared(*args)
-        num = self.plan.num_microbatches
-        chunks = [x.to(self.device).chunk(num) for x in batch] if self._has(0) else []
+        chunks = [value.chunk(self.plan.num_microbatches) for value in batch.args]
         first = list(zip(*chunks, strict=True))
         with aborted_on_failure(self.group):
             outputs = forward_only(self._runtime, made.boundaries, first)
-        return outputs, made.boundaries[-1]
+        return outputs, batch.targets, made.boundaries[-1]
+
+    def _wait_for_batch(self) -> None:
+        """The program may write its pinned batch again."""
+        if self._is_sent is not None:
+            self._is_sent.synchronize()
 
     def timeline(self) -> Timeline:
         """The timeline of all ranks in the last recorded step. All ranks must be on one host.
@@ -304,6 +319,7 @@ class Pipeline:
             total += torch.stack(self._losses).float().sum()
             self._losses.clear()
         dist.broadcast(total, group=self.group, group_src=self.plan.rank_of(-1))
+        self._wait_for_batch()
         return total
 
     def _next_loss(self, output: Any, target: Tensor) -> Tensor:
@@ -337,8 +353,11 @@ class Pipeline:
         num_items: float | None = None,
         *,
         trains: bool = False,
-    ) -> tuple[tuple[Tensor, ...], Made]:
-        """The inputs, and the stages for them; raises TypeError or ValueError on all ranks."""
+    ) -> tuple[Batch, Made]:
+        """What this rank needs, on its device, and its stages.
+
+        Raises TypeError or ValueError on all ranks.
+        """
         num, kind = self.plan.num_microbatches, self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         batch, kwargs = inputs if isinstance(inputs, tuple) else (inputs,), kwargs or {}
@@ -388,8 +407,10 @@ class Pipeline:
             self._trained = trained
         if len(self._made) > MAX_SHAPES:
             del self._made[next(iter(self._made))]
-        chunks = [value.to(self.device).chunk(num) for value in kwargs.values()]
+        own = batch if self._has(0) else (), {**kwargs}, targets if self._has(-1) else ()
+        moved, self._is_sent = Batch(*own).sent_to(self.device)
+        chunks = [value.chunk(num) for value in moved.kwargs.values()]
         parts = [dict(zip(kwargs, part, strict=True)) for part in zip(*chunks, strict=True)]
         for module in self._modules.values():
             module.kwargs = parts
-        return batch, made
+        return moved, made

@@ -226,7 +226,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._scale_gradients(clip_factor(norm, max_norm))
         if error_if_nonfinite and not math.isfinite(norm):
             self._refuse_not_finite(norm)
-        return torch.tensor(norm, dtype=torch.float32, device=self.all_params()[0].device)
+        return torch.full((), norm, dtype=torch.float32, device=self.all_params()[0].device)
 
     def train(self) -> None:
         """For schedule-free optimizers: the weights to train. Collective."""

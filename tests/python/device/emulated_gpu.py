@@ -36,6 +36,7 @@ TESTS = Path(__file__).resolve().parents[2]
 import buildconfig  # noqa: E402
 
 import ringcomm  # noqa: E402
+from ringcomm.ops import weight_update_cuda  # noqa: E402
 
 EXTENSION = "ringcomm_emulated_gpu"
 _OPERATORS: list[torch.library.Library] = []  # which last as long as these
@@ -155,6 +156,10 @@ def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
     _OPERATORS[-1].impl(
         "merge_softmax_stats", lambda stats, name: merge(stats.cpu(), name).to(stats.device)
     )
+    # Of the CPU's kernels, which make the sums of one part.
+    factors = weight_update_cuda._factors
+    weight_update_cuda._programs = lambda matrix: (1, 1)
+    weight_update_cuda._factors = lambda *args, **_: factors(*args, is_in_parts=False)
     # Module.to() cannot set the data of weights to those of another device, and would untie them.
     # A weight that is there already keeps its hooks.
     torch.__future__.set_swap_module_params_on_conversion(True)

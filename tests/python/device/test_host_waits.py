@@ -13,19 +13,21 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from curves import batch, make_model
 from emulated_gpu import driver_calls, in_emulated_ranks
 from gpu_ranks import meet
+from pipeline_models import make_tied, token_batch, tokens_loss
 from ranks import place, run_ranks
 from rows import Blocks, adamw, sgd, trained_by
 from steps import apply_steps
 from test_parallelize import ids_of
-from test_parallelize import make as make_model
+from test_parallelize import make as make_of_transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import ParallelDims, ParameterServer, activations, parallelize
+from ringcomm.parallel import ParallelDims, ParameterServer, activations, parallelize, pipeline
 from ringcomm.torch_names import TORCH_VERSION, all_gather_single
 
 pytestmark = emulated_gpu.needs_emulated_gpu
@@ -33,19 +35,41 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 GPU = "emugpu"
 # The aim is no wait, but where the program asks for a number of the device: a norm, a loss scale.
 # Of operators: the result is a number, or has a shape that depends on values.
-READING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+READING = (
+    *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"),
+    *("aten::_unique2", "aten::bincount", "aten::repeat_interleave"),
+)
+INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")  # by a mask
+# Of the driver, outside of operators.
+WAITING = {
+    "cuEventSynchronize": "event",
+    "cuStreamSynchronize": "stream",
+    "cuCtxSynchronize": "device",
+}
+
+
+def waits_of_driver() -> Counter[str]:
+    calls = driver_calls()
+    return Counter({kind: calls[name] for name, kind in WAITING.items()})
 
 
 class Waits(TorchDispatchMode):
-    """Counts reads of values, and copies between host and device that the host waits for.
+    """Counts reads of values, copies between host and device that the host waits for, and waits
+    for events, streams and the device.
 
-    It sees the operators of this thread and of its backward passes.
+    It sees the operators of this thread and of its backward passes. The emulator waits for a stream
+    in operators that it leaves to the CPU, where a GPU does not; collectives must not wait.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.places: list[str] = []
+        self._before = waits_of_driver()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.counts += waits_of_driver() - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,10 +78,16 @@ class Waits(TorchDispatchMode):
             ours = [f for f in traceback.extract_stack() if "/ringcomm/" in f.filename]
             self.counts[kind] += 1
             self.places.append(kind + "".join(f" {f.filename}:{f.lineno}" for f in ours[-3:]))
-        return func(*args, **kwargs)
+        before = waits_of_driver()
+        result = func(*args, **kwargs)
+        if "c10d" not in func.namespace:
+            self._before += waits_of_driver() - before
+        return result
 
     def _kind(self, name: str, args: Any, kwargs: Any) -> str:
         if name in READING:
+            return "wait" if args[0].device.type == GPU else ""
+        if name in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1]):
             return "wait" if args[0].device.type == GPU else ""
         if name not in ("aten::_to_copy", "aten::copy_"):
             return ""
@@ -124,19 +154,41 @@ def in_backward(kind: Any, group: Any = "none", **options: Any) -> Any:
     return make
 
 
-def on_mesh(kind: str, sizes: dict[str, Any], **options: Any) -> Any:
+def on_mesh(kind: str, sizes: dict[str, Any], *, pins: bool = False, **options: Any) -> Any:
     """Steps of a model of transformers by parallelize(), with batches of the host."""
 
     def make(device: torch.device) -> Callable[[], None]:
-        model = make_model(kind).to(device)
+        model = make_of_transformers(kind).to(device)
         sgd_of = partial(torch.optim.SGD, lr=0.1)
         owner = parallelize(model, ParallelDims(**sizes), sgd_of, **options)
-        batch = {"input_ids": ids_of(0), "labels": ids_of(0)}
+        ids = ids_of(0).pin_memory() if pins else ids_of(0)
 
         def step() -> None:
-            owner.step(batch)
+            owner.step({"input_ids": ids, "labels": ids})
             owner.optimizer.step()
             owner.optimizer.zero_grad()
+
+        return step
+
+    return make
+
+
+def in_stages(move: Any = None, *, is_tied: bool = False) -> Any:
+    """Steps of a Pipeline of torch's layers, with batches of the host or as `move` makes them."""
+
+    def make(device: torch.device) -> Callable[[], None]:
+        blocks: Any = make_tied().blocks() if is_tied else make_model()
+        loss_of = tokens_loss if is_tied else nn.functional.mse_loss
+        more: Any = {"num_microbatches": 2, "count_items": Tensor.numel, "device": device}
+        pipe = pipeline.Pipeline(blocks, loss_of, **more)
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+        x, y = token_batch(0) if is_tied else batch(0)
+        if move is not None:
+            x, y = move(x), move(y)
+
+        def step() -> None:
+            pipe.step(x, y)
+            apply_steps(optimizer)
 
         return step
 
@@ -183,17 +235,18 @@ SYSTEMS: dict[str, tuple[Any, dict[str, int]]] = {
         in_backward(Lomo, clip_grad_norm=1.0, clip_mode="two_pass"),
         {"down": 5},
     ),
-    # It waits for an event of each piece, while the next one is copied.
-    "offload": (shard("offload"), {}),
-    "offload, bf16": (shard("offload", torch.bfloat16), {}),
-    # It waits for the events of the gradients, which come in the backward pass.
-    "zero 2, host": (shard("zero 2, host"), {}),
+    # Each of twelve weights and its gradient, before the host updates it; the next is on its way.
+    "offload": (shard("offload"), {"event": 12}),
+    "offload, bf16": (shard("offload", torch.bfloat16), {"event": 12}),
+    # Shards of weights, and a bucket of gradients, which come in the backward pass.
+    "zero 2, host": (shard("zero 2, host"), {"event": 13}),
     **{
-        f"zero 2, host, {name}": (shard("zero 2, host", **options), {"wait": 1})
+        f"zero 2, host, {name}": (shard("zero 2, host", **options), {"wait": 1, "event": 13})
         for name, options in CHECKED.items()
     },
+    # Twelve gradients, and two units on their way up, before the host writes their rows.
     **{
-        f"infinity, {dtype}": (shard("infinity", dtype), {})
+        f"infinity, {dtype}": (shard("infinity", dtype), {"event": 14})
         for dtype in (torch.float32, torch.bfloat16)
     },
     "data parallel": (on_mesh("Llama", {"dp": 2}), OF_TRANSFORMERS),
@@ -203,7 +256,16 @@ SYSTEMS: dict[str, tuple[Any, dict[str, int]]] = {
         on_mesh("Llama", {"tp": 2}, sequence_parallel=True),
         OF_TRANSFORMERS,
     ),
-    "pipeline": (on_mesh("Llama", {"pp": 2}, num_microbatches=2), {"wait": 4}),
+    "pipeline": (in_stages(), {}),
+    "pipeline, tied": (in_stages(is_tied=True), {}),
+    "pipeline, batches of the device": (in_stages(lambda x: x.to(GPU)), {}),
+    "pipeline of transformers": (on_mesh("Llama", {"pp": 2}, num_microbatches=2), {"wait": 4}),
+    # The copy of the batch, which the program may then write again.
+    "pipeline, pinned batches": (in_stages(Tensor.pin_memory), {"event": 1}),
+    "data parallel, pinned batches": (
+        on_mesh("Llama", {"dp": 2}, pins=True),
+        {**OF_TRANSFORMERS, "event": 1},
+    ),
     # One for each of four layers: how many tokens come.
     "experts": (on_mesh("Mixtral", {"dp": 2, "ep": 2}), {**OF_TRANSFORMERS, "down": 4}),
     # A copy of all weights up, of all gradients down, for each of two servers.
@@ -226,10 +288,42 @@ def count(rank: int, device: str, name: str) -> tuple[dict[str, int], list[str]]
     return dict(waits.counts), waits.places
 
 
+CONTROLS: dict[str, Callable[[Tensor], Any]] = {
+    "wait": lambda x: x[x > 1],
+    "up": lambda x: torch.ones(1).to(GPU),
+    "down": lambda x: x.cpu(),
+    "event": lambda x: emugpu.current_stream().record_event().synchronize(),
+    "stream": lambda x: x.new_tensor([1.0]),  # a copy that no mode sees
+    "device": lambda x: emugpu.synchronize(),
+}
+
+
+@pytest.mark.parametrize("kind", CONTROLS)
+@in_emulated_ranks(1, backend=None)
+def test_what_counts_as_a_wait(rank: int, kind: str) -> None:
+    x = torch.ones(3, device=GPU)
+    with Waits() as waits:
+        CONTROLS[kind](x)
+    assert waits.counts == {kind: 1}
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_waits_of_a_step(name: str) -> None:
     for counts, places in run_ranks(2, count, GPU, name):
         assert counts == SYSTEMS[name][1], "\n".join(places)
+
+
+@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_QUEUES": "0"})
+def test_the_wait_for_a_pinned_batch_is_none_for_earlier_steps(rank: int) -> None:
+    step = in_stages(Tensor.pin_memory)(place(GPU, rank))
+    step()
+    emugpu.synchronize()
+    held = emugpu.hold(emugpu.current_stream())
+    earlier = emugpu.current_stream().record_event()
+    step()
+    assert not earlier.query()
+    held.release()
+    emugpu.synchronize()
 
 
 # ---- calls of CUDA's driver

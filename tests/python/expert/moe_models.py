@@ -128,8 +128,8 @@ def batch(step: int, rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
 def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """A sum, so that no tokens are no trouble; and the router's losses."""
     moe: Any = getattr(net, "module", net).moe
-    device = next(net.parameters()).device
-    x, y = x.to(device), y.to(device)
+    param = next(net.parameters())
+    x, y = x.to(param), y.to(param.device)
     loss = (net(x) - y).square().sum() / 16
     balance, z = (
         (moe.balance, moe.z)

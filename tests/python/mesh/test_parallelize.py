@@ -31,6 +31,7 @@ SIZES = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {},
+    "Llama, 16 bits": {"dtype": torch.bfloat16},
     "Qwen3": {"head_dim": 8},
     "Mistral": {"sliding_window": 5},
     "Mixtral": {"num_local_experts": 4, "sliding_window": None},
@@ -72,6 +73,7 @@ KINDS: dict[str, dict[str, Any]] = {
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dp, micro-batches": ("Phi", {}, {"num_microbatches": 2}),
     "dp, tp": ("Qwen3", {"tp": 2}, {"recompute": True}),
+    "dp, tp, 16 bits": ("Llama, 16 bits", {"tp": 2}, {}),
     "dp, tp, sp": ("Llama", {"tp": 2}, {"sequence_parallel": True}),
     "dp, pp": ("Mistral", {"pp": 2}, {}),
     "pp, tp": ("Phi", {"pp": 2, "tp": 2}, {"schedule": "gpipe"}),
@@ -155,7 +157,15 @@ def train_on_mesh(rank: int, name: str, device: str) -> list[float]:
 
 # Each model and each axis of a mesh.
 QUICK = (
-    *("dp, micro-batches", "dp, pp", "pp, tp, sp", "fsdp", "hsdp", "zero 2, scaled"),
+    *(
+        "dp, micro-batches",
+        "dp, tp, 16 bits",
+        "dp, pp",
+        "pp, tp, sp",
+        "fsdp",
+        "hsdp",
+        "zero 2, scaled",
+    ),
     *("ep, pp", "ep, tp, zero 2", "ep, edp, fsdp", "tp, whole experts", "ep, tp, Qwen3"),
     *("ep, tp, Qwen2", "ep, zero 1, Olmoe", "ep, edp, DeepSeek"),
 )
@@ -166,7 +176,7 @@ def test_training_is_that_of_one_process(name: str, device: str) -> None:
     everyone = run_ranks(WORLD, train_on_mesh, name, device)
     expected = train_alone(CASES[name][0])
     for found in everyone:
-        assert found == pytest.approx(expected, rel=2e-6), name
+        assert found == pytest.approx(expected, rel=2e-2 if "16 bits" in name else 2e-6), name
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lomo_models import REUSED, Net, batches, changed, make, weights
 from ranks import in_ranks
-from rows import Row, Training, cases_of, check, is_nan, overflows, sgd, squared, train
+from rows import Row, Training, cases_of, check, is_nan, moves, overflows, sgd, squared, train
 from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,10 +61,12 @@ def row_of(name: str, options: Any, num_ranks: int = 3, is_ada: bool = False, **
     )
 
 
-def on_shards(name: str, sizes: tuple[int, ...], layers: tuple[str, ...], _: Training) -> nn.Module:
+def on_shards(
+    name: str, sizes: tuple[int, ...], layers: tuple[str, ...], made: Training
+) -> nn.Module:
     """Of fully_shard, over a mesh of replicas and shards if there are two sizes."""
-    model = make(name)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
+    model, names = make(name).to(made.device), ("replicas", "shards")[-len(sizes) :]
+    mesh = init_device_mesh(made.device.type, sizes, mesh_dim_names=names)
     for layer in (*map(model.get_submodule, layers), model):
         fully_shard(layer, mesh=mesh)
     return model
@@ -80,8 +82,8 @@ def four_layers() -> Any:
 def split(num_data: int, made: Training) -> nn.Module:
     """In tensor parallelism, whose parts are sharded if there are several data ranks."""
     sizes = (num_data, made.row.num_ranks // num_data)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
-    norm, up, relu, down = four_layers()
+    mesh = init_device_mesh(made.device.type, sizes, mesh_dim_names=("data", "tensor"))
+    norm, up, relu, down = four_layers().to(made.device)
     model = nn.Sequential(
         norm,
         ColumnParallelLinear.from_linear(up, group=mesh.get_group(1)),
@@ -122,6 +124,11 @@ ROWS = {
         "plain", DYNAMIC | TWO_PASSES, 2, True, program=partial(overflows, "")
     ),
     "a loss that is NaN": row_of("plain", {}, 2, program=is_nan),
+    "to the CPU and back": row_of("plain", {}, 2, program=moves),
+    "to the CPU and back, AdaLomo": row_of("plain", {}, 2, True, program=moves),
+    "16 bits, AdaLomo": row_of(
+        *("plain", {}, 2, True), model=partial(make, "plain", dtype=torch.bfloat16), atol=2e-2
+    ),
     # A block that runs twice; AdaLomo's means are of whole matrices, though ranks have rows.
     **{
         f"shards of {name} over {sizes}, {options}, {is_ada}": row_of(

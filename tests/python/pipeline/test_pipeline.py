@@ -33,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import clip_grad_norm_, pipeline
+from ringcomm.parallel import clip_grad_norm_, get_state_dict, pipeline, set_state_dict
 from ringcomm.parallel.pipeline import pipeline as pipeline_module
 
 
@@ -126,6 +126,23 @@ def test_bits_of_one_process(device: str, case: Case) -> None:
         assert run.losses == pytest.approx(expected.losses, rel=0, abs=10 * atol)
         assert found == pytest.approx(norms, rel=1e-5 if device == "cpu" else 1e-3)
         assert_weights(run.weights, expected.weights, atol)
+
+
+@in_ranks(2)
+def test_a_state_goes_to_the_cpu_and_back(rank: int, device: str) -> None:
+    case, states = Case("1f1b", 2), tuple[Any, ...]()
+    for step, kind in enumerate((device, "cpu", device)):
+        place = ranks.place(kind, rank)
+        mesh = init_device_mesh(kind, (2,))
+        pipe = pipeline.Pipeline(case.make(), mse, case.schedule, M, mesh=mesh, device=place)
+        optimizer = sgd(pipe.parameters())
+        if states:
+            set_state_dict(pipe, optimizer, *states)
+        assert {param.device.type for param in pipe.parameters()} == {kind}
+        pipe.step(*case.batch(step))
+        apply_steps(optimizer)
+        states = get_state_dict(pipe, optimizer, full=True)
+    assert_weights(states[0], alone(case)[0].weights, 1e-6)
 
 
 @in_ranks(2)

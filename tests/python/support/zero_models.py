@@ -29,9 +29,19 @@ BUCKET_BYTES = 300
 
 
 class Net(nn.Module):
-    """Layers that no number of ranks divides, a tied weight and one smaller than the world."""
+    """Layers that no number of ranks divides, a tied weight and one smaller than the world.
 
-    def __init__(self, *, width: int = 13, is_tied: bool = False, is_frozen: bool = False) -> None:
+    With a dtype it takes rows of any.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int = 13,
+        is_tied: bool = False,
+        is_frozen: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(7, width)
@@ -42,9 +52,11 @@ class Net(nn.Module):
             self.blocks[2].weight = self.blocks[0].weight
         if is_frozen:
             self.blocks[1].requires_grad_(False)
+        self._dtype = dtype
+        self.to(dtype or torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.first(x.to(self._dtype or x.dtype)))
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         out: Tensor = self.last(x) * self.scale

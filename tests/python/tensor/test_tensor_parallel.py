@@ -76,13 +76,21 @@ def train(model: Net) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("world_size", "dim"), [(1, None), (2, 1), (3, None), (3, 1)])
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dim", "dtype"),
+    [(1, None, F32), (2, 1, F32), (2, 1, BF16), (3, None, F32), (3, 1, F32)],
+)
 @in_ranks()
-def test_the_training_of_one_process(rank: int, dim: int | None, device: str) -> None:
-    model, alone = split(Net().to(place(device, rank)), dim), Net()
-    found = train(model)
-    torch.testing.assert_close(found, train(alone), rtol=0, atol=2e-6)
-    torch.testing.assert_close(full_weights(model), dict(alone.state_dict()), rtol=0, atol=2e-6)
+def test_the_training_of_one_process(
+    rank: int, dim: int | None, dtype: torch.dtype, device: str
+) -> None:
+    model, alone = split(Net().to(place(device, rank), dtype), dim), Net().to(dtype)
+    found, atol = train(model), 2e-6 if dtype == F32 else 2e-2
+    torch.testing.assert_close(found, train(alone), rtol=0, atol=atol)
+    torch.testing.assert_close(full_weights(model), dict(alone.state_dict()), rtol=0, atol=atol)
     assert_alike({"losses": torch.tensor(found, dtype=torch.float64)})
 
 

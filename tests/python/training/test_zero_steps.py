@@ -11,7 +11,7 @@ import pytest
 import torch
 from full_states import full_state, full_weights
 from ranks import in_ranks
-from rows import PLACES, Row, Training, cases_of, check, muon, overflows, trained_by
+from rows import PLACES, ZERO, Row, Training, cases_of, check, moves, muon, overflows, trained_by
 from steps import apply_steps, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,6 +65,8 @@ ROWS = {
         (2, "gloo", 1, "momentum", on_a_mesh, 1, False),
         (2, "gloo", 2, "adamw", {**CLIPPED, **SCALED}, 2, False),
         (2, "gloo", 3, "adamw", SCALED, 2, False),
+        (2, "ringcomm", 2, "muon", CLIPPED, 1, False),
+        (3, "ringcomm", 3, "muon", {}, 1, False),
         (3, "ringcomm", 1, "adamw", SCALED, 2, True),
         (3, "ringcomm", 2, "adamw", {"bucket_bytes": 1 << 20}, 1, False),
         (3, "ringcomm", 3, "momentum", on_a_mesh, 1, False),
@@ -85,6 +87,27 @@ ROWS |= {
         ("first.weight", ("zero 2",)),
         ("", ("zero 3", "infinity")),
     )
+}
+ROWS |= {
+    f"weights of {dtype}": Row(
+        model=partial(Net, dtype=dtype),
+        optimizer=partial(make_optimizer, kind="momentum"),
+        systems=("zero 1", "zero 2"),
+        options={"bucket_bytes": BUCKET_BYTES, "clip_grad_norm": 1.0, **more},
+        atol=1e-2,
+    )
+    for dtype, more in ((torch.bfloat16, {}), (torch.float16, SCALED))
+}
+ROWS |= {
+    "gathered as bfloat16": Row(
+        optimizer=partial(make_optimizer, kind="momentum"),
+        systems=("zero 3",),
+        options={"param_dtype": torch.bfloat16, "clip_grad_norm": 1.0},
+        atol=1e-2,
+    ),
+    "to the CPU and back": Row(
+        moves, optimizer=partial(make_optimizer, kind="adamw"), systems=ZERO, atol=2e-5
+    ),
 }
 
 
