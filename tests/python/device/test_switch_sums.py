@@ -85,11 +85,20 @@ def test_a_rank_without_nccl_leaves_sums_to_all_ranks_kernels(rank: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_devices", "env"), [(4, 4, {}), (4, 2, SWITCHES), (3, 3, SWITCHES)]
+    ("world_size", "num_devices", "env"),
+    [
+        (4, 4, {}),
+        (4, 2, SWITCHES),
+        (3, 3, SWITCHES),
+        (4, 4, {**SWITCHES, "NCCL_NVLS_ENABLE": "0"}),
+    ],
 )
 def test_where_there_are_no_switches_kernels_add(
     world_size: int, num_devices: int, env: dict[str, str]
 ) -> None:
+    """Nor where users keep NCCL from them: https://github.com/NVIDIA/nccl/issues/1788,
+    https://github.com/NVIDIA/nccl-tests/issues/167.
+    """
     env = {**with_kernels(), **env}
     for name in run_on_gpus(world_size, name_of_transport, num_devices=num_devices, env=env):
         assert name.startswith("cuda_ipc")
