@@ -67,6 +67,9 @@ def test_which_other_calls_go_to_nccl(rank: int) -> None:
 
 @with_switches
 def test_calls_of_a_graph_stay_with_the_kernels(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/115388: the end of NCCL's communicator waits for
+    the graphs that have captured its calls.
+    """
     tensor = torch.ones(LARGE, device=GPU)
     graph = emugpu.CUDAGraph()
     group = dist.new_group()
@@ -79,6 +82,7 @@ def test_calls_of_a_graph_stay_with_the_kernels(rank: int) -> None:
 
 @with_switches
 def test_a_rank_without_nccl_leaves_sums_to_all_ranks_kernels(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/pull/177472: NCCL may fail on switches that are there."""
     if rank == 1:
         del dist.Backend.default_device_backend_map[GPU]
     assert algorithm_of() == "two_shot"
@@ -111,7 +115,9 @@ def name_of_transport(rank: int) -> str:
 
 @with_switches
 def test_calls_of_both_on_different_streams_keep_their_order(rank: int) -> None:
-    """Each reads what the one before has written."""
+    """Each reads what the one before has written. https://github.com/sgl-project/sglang/issues/31117:
+    kernels of one group on two streams at a time wait for each other without end.
+    """
     tensor = torch.ones(LARGE, device=GPU)
     small = tensor[:1000]
     side = emugpu.Stream()
