@@ -138,7 +138,7 @@ TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device
   const bool is_slower =
       transport != nullptr
           ? transport->description().find(cuda::kFewQueues) != std::string::npos
-          : is_of_driver(device) && communicator.transport_description().starts_with("shm");
+          : is_of_driver(device) && communicator.transport_description().starts_with("shm:");
   std::string not_by;
   if (transport == nullptr) {
     not_by = "not by cuda_ipc: " + reason;

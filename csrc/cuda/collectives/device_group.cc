@@ -8,7 +8,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/errors.h"
 #include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/launches.h"
