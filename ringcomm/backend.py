@@ -241,9 +241,9 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[
         `sent_bytes` are the bytes that peers read from this rank: (N-1) S for a one_shot all_reduce
         of S bytes over N ranks, and 2(N-1)/N S for two_shot and ring. `copied_bytes` are the bytes
         that this rank copied: into memory that its peers read, and from there or from its own input
-        into its results. Of calls on a GPU that are long enough for it, `num_in_place` are those in
-        which peers could use this rank's buffers where they are, and `num_staged` the others; all
-        ranks stage a call if one does.
+        into its results. Of calls and sends on a GPU that are long enough, `num_in_place` are those
+        in which peers could use this rank's buffers where they are, and `num_staged` the others,
+        whose staged bytes are `copied_bytes`.
 
     Raises:
         ValueError: the group has another backend for CPU tensors, or none, or this rank is not in

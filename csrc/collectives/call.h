@@ -232,7 +232,7 @@ struct Traffic {
   Algorithm algorithm = Algorithm::kDirect;  ///< the algorithm that ran; the location of buffers
                                              ///< may allow a better one than planned
   /// Of GPU tensors: 1 if peers could use this rank's buffers where they are, or if they could not
-  /// and the call is long enough for it. Then it is staged.
+  /// and the call is long enough for it. Then it is staged, and these bytes alone are copied_bytes.
   std::uint64_t num_in_place = 0, num_staged = 0;
 };
 

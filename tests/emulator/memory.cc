@@ -549,8 +549,11 @@ Result api::mem_set_access(DevicePtr address, std::size_t num_bytes, const MemAc
   RINGCOMM_TRY(require_device(access->location.id, &context));
   return change_mapped(address, num_bytes, [&](const Piece& piece) {
     if (!can_map(context, piece.memory->device)) return kInvalidDevice;
-    return mprotect(as_pointer(address), num_bytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
-                                                                                 : kOperatingSystem;
+    const bool is_lossy = settings().loses_peer_writes && context->device != piece.memory->device;
+    return map_over(address, num_bytes, PROT_READ | PROT_WRITE, is_lossy ? MAP_PRIVATE : MAP_SHARED,
+                    piece.memory->fd.get())
+               ? kSuccess
+               : kOperatingSystem;
   });
 }
 
@@ -601,10 +604,6 @@ Result api::memset_d8_async(DevicePtr address, unsigned char value, std::size_t 
   if (num_bytes == 0) return kSuccess;
   bool is_pageable = false;
   RINGCOMM_TRY(check_operand(address, num_bytes, &is_pageable));
-  Piece target;
-  if (settings().loses_peer_writes && find_piece(address, &target) && target.memory != nullptr &&
-      target.memory->device != stream->context->device)
-    return kSuccess;
   if (is_pageable) return kInvalidValue;
   return submit(*stream, [=] { std::memset(as_pointer(address), value, num_bytes); });
 }

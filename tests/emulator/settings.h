@@ -46,7 +46,7 @@ struct Settings {
   /// Bytes that one process can have on one GPU.
   long long memory_bytes = setting("MEMORY", 8LL << 30, 0, LLONG_MAX);
   bool has_peer_access = flag("PEER_ACCESS", true);  ///< GPUs can map each other's memory
-  /// What a stream of one GPU sets in memory of another does not arrive.
+  /// What one GPU writes to memory of another does not arrive there.
   bool loses_peer_writes = flag("LOSES_PEER_WRITES", false);
   bool has_multicast = flag("MULTICAST", false);  ///< GPUs have switches that add
   bool has_vmm = flag("VMM", true);               ///< cuMemCreate and what belongs to it

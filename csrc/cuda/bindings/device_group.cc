@@ -135,6 +135,10 @@ TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device
   // The faster one first; the other takes every group.
   std::string reason;
   TransportPtr transport = make_ipc_transport(store_, communicator, *options_, device, reason);
+  const bool is_slower =
+      transport != nullptr
+          ? transport->description().find(cuda::kFewQueues) != std::string::npos
+          : is_of_driver(device) && communicator.transport_description().starts_with("shm:");
   std::string not_by;
   if (transport == nullptr) {
     not_by = "not by cuda_ipc: " + reason;
@@ -150,15 +154,14 @@ TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device
     not_by = "; " + not_by;
   }
   const pybind11::gil_scoped_acquire acquired;
+  static bool has_warned = false;  // with the GIL
+  const bool warns = is_slower && !std::exchange(has_warned, true);
   pybind11::module_::import("logging")
       .attr("getLogger")("ringcomm")
-      .attr("info")("group %s, rank %d of %d: tensors on %s go by %s", options_->group_name,
-                    communicator.rank(), communicator.world_size(), device.str(),
-                    transport->description() + not_by);
-  if (transport->description().find(cuda::kFewQueues) != std::string::npos) {
-    TORCH_WARN_ONCE("ringcomm: MPS gives this process ", cuda::kFewQueues,
-                    ": streams whose kernels wait for other ranks hold up the others");
-  }
+      .attr(warns ? "warning" : "info")("group %s, rank %d of %d: tensors on %s go by %s",
+                                        options_->group_name, communicator.rank(),
+                                        communicator.world_size(), device.str(),
+                                        transport->description() + not_by);
   return transport;
 }
 
@@ -325,11 +328,6 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
                       engine->stats().count(call.op, transport.enqueue(call, place));
                       if (finish) finish();
                     });
-  if (transport.has_private_memory()) {
-    TORCH_WARN_ONCE(
-        "ringcomm: calls on some tensors of GPUs are copied, because other processes cannot map "
-        "them: a pool's, allocations of no multiple of 2 MiB, or unshared expandable segments");
-  }
 }
 
 std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_async, int peer,
@@ -353,6 +351,9 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
   recorded_.clear();
   try {
     if (body(used, place)) end = used.last_end();
+    if (const char* const why = used.why_staged()) {
+      TORCH_WARN_ONCE("ringcomm: calls copy some tensors of GPUs, because ", why);
+    }
   } catch (...) {
     if (communicator()->failure().has_failed()) {
       const std::lock_guard lock(mutex_);

@@ -8,7 +8,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/errors.h"
 #include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/launches.h"
@@ -18,8 +17,13 @@
 namespace ringcomm::cuda {
 namespace {
 
-// The signature that every rank writes into its own part and checks in the others'.
+// What a rank writes to the memory of its peers, which look for it.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
+
+// A word in the scratch memory of `reader`, for what `writer` writes to probe it.
+std::byte* probed_word(const Staging& staging, int writer, int reader) {
+  return staging.scratch(reader) + static_cast<std::size_t>(writer) * sizeof(std::uint64_t);
+}
 
 int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   int value = 0;
@@ -30,32 +34,8 @@ int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
 // A rank's record of memory that it offers.
 struct Offered {
   RecordText<160> key;
-  std::uint64_t num_bytes = 0;
   RecordText<256> problem;
 };
-
-// In front of a part's scratch memory, until that is cleared: its owner's signature for a rank,
-// which the rank clears when it has read it.
-std::byte* word_for(int rank, const DeviceMemory& part) {
-  return part.data() + static_cast<std::size_t>(rank) * sizeof(std::uint64_t);
-}
-
-// Maps a peer's part, and throws where it has not the peer's signature.
-std::unique_ptr<DeviceMemory> map_part(const DeviceGroup& group, int rank, int peer,
-                                       const Offered& part) {
-  auto memory = std::make_unique<DeviceMemory>(
-      group.device(), part.num_bytes,
-      host::Offer::fetch(group.place(peer).bootstrap_address.str(), peer, part.key.str()));
-  copy_and_wait(&group.control_on_device()->copied, word_for(rank, *memory), sizeof(std::uint64_t),
-                "read another rank's memory");
-  if (group.control().copied != signature(peer))
-    throw Error({.kind = ErrorKind::kSystem, .rank = peer},
-                "ringcomm: the memory that rank " + std::to_string(peer) +
-                    " handed over is not the memory that it has written to");
-  copy_and_wait(word_for(rank, *memory), nullptr, sizeof(std::uint64_t),
-                "write to another rank's memory");
-  return memory;
-}
 
 }  // namespace
 
@@ -71,17 +51,13 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
   waiting_blocks_ = WaitingBlocks::of(device_).take(static_cast<int>(staging_.layout.num_blocks));
   share_host_memory();
   share_staging();
-  description_ = describe();
-}
-
-std::string DeviceGroup::describe() const {
-  const bool has_mps = places_[static_cast<std::size_t>(exchange_.rank())].has_mps;
-  const bool has_few_queues = has_mps && std::getenv("CUDA_DEVICE_MAX_CONNECTIONS") == nullptr;
-  return "cuda_ipc by file descriptors: " + std::to_string(facts_.max_ranks_per_device) +
-         " ranks on a GPU, " + std::to_string(staging_.layout.num_blocks) + " blocks that wait, " +
-         std::to_string(staging_.layout.num_bytes() >> 20) + " MiB of staging each" +
-         (facts_.has_switches ? ", switches that add" : "") +
-         (has_few_queues ? std::string(", ") + kFewQueues : "");
+  const bool has_few_queues =
+      place(exchange_.rank()).has_mps && std::getenv("CUDA_DEVICE_MAX_CONNECTIONS") == nullptr;
+  description_ = "cuda_ipc by file descriptors: " + std::to_string(facts_.max_ranks_per_device) +
+                 " ranks on a GPU, " + std::to_string(staging_.layout.num_blocks) +
+                 " blocks that wait, " + std::to_string(staging_.layout.num_bytes() >> 20) +
+                 " MiB of staging each" + (facts_.has_switches ? ", switches that add" : "") +
+                 (has_few_queues ? std::string(", ") + kFewQueues : "");
 }
 
 void DeviceGroup::find_places() {
@@ -94,16 +70,17 @@ void DeviceGroup::find_places() {
     check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");
     mine.num_multiprocessors = attribute_of(device_, kMultiprocessorCount);
     mine.has_mps = attribute_of(device_, kMpsEnabled) != 0;
-    mine.has_multicast = attribute_of(device_, kMulticastSupported) != 0;
+    const char* sums = std::getenv("NCCL_NVLS_ENABLE");
+    mine.has_multicast = attribute_of(device_, kMulticastSupported) != 0 &&
+                         (sums == nullptr || std::strcmp(sums, "0") != 0);
     const char* maps = std::getenv("RINGCOMM_MAP_TENSORS");
     mine.maps_tensors = maps == nullptr || std::strcmp(maps, "0") != 0;
     if (attribute_of(device_, kVirtualMemoryManagementSupported) == 0 ||
         attribute_of(device_, kHandleTypePosixFdSupported) == 0)
       throw std::runtime_error("the GPU does not share memory by file descriptors");
     Kernels::of(device_);  // a device that cannot run them is found out before any memory is shared
-    std::size_t free_bytes = 0, all_bytes = 0;
-    check(driver().mem_get_info(&free_bytes, &all_bytes), "ask the GPU for its free memory");
-    mine.free_bytes = free_bytes;
+    std::size_t all_bytes = 0;
+    check(driver().mem_get_info(&mine.free_bytes, &all_bytes), "ask the GPU for its free memory");
   });
   places_ = exchange_.all_gather(mine);
 }
@@ -166,44 +143,66 @@ void DeviceGroup::share_host_memory() {
   agree(exchange_, mine.problem);  // all have it, before it is offered no longer
 }
 
-// The address is of each rank's part; what is in front of the scratch memory is zeroed.
+// What is in front of the scratch memory is zeroed. The first words of that are probed.
 void DeviceGroup::share_staging() {
   std::optional<host::Offer> offer;  // until all have mapped it
+  const int own = exchange_.rank();
   parts_.resize(places_.size());
-  auto& own = parts_[static_cast<std::size_t>(exchange_.rank())];
   Offered mine;
   mine.problem = attempt([&] {
-    own = std::make_unique<DeviceMemory>(device_, staging_.layout.num_bytes());
-    mine.num_bytes = own->num_bytes();
-    control().copied = signature(exchange_.rank());
-    for (int rank = 0; rank < exchange_.world_size(); ++rank)
-      copy_and_wait(word_for(rank, *own), &control_on_device()->copied, sizeof control().copied,
-                    "write to memory of the GPU");
-    mine.key = RecordText<160>(offer.emplace(own->export_fd()).key());
+    auto& part = parts_[static_cast<std::size_t>(own)];
+    part = std::make_unique<DeviceMemory>(device_, staging_.layout.num_bytes());
+    copy_and_wait(part->data(), nullptr,
+                  staging_.layout.scratch_offset() + kMaxRanks * sizeof(std::uint64_t),
+                  "clear memory of the GPU");
+    mine.key = RecordText<160>(offer.emplace(part->export_fd()).key());
   });
   const std::vector<Offered> all = exchange_.all_gather(mine);
   check_problems(all);
-  agree(exchange_, attempt([&] {
-          for (std::size_t idx = 0; idx < parts_.size(); ++idx) {
-            const int rank = static_cast<int>(idx);
-            if (rank != exchange_.rank())
-              parts_[idx] = map_part(*this, exchange_.rank(), rank, all[idx]);
-            staging_.of[rank] = parts_[idx]->data();
-          }
-        }));
-  // Before any rank uses it. Some machines lose what one GPU writes to the memory of another.
+  agree(
+      exchange_, attempt([&] {
+        for (int rank = 0; rank < exchange_.world_size(); ++rank) {
+          const auto idx = static_cast<std::size_t>(rank);
+          if (rank != own)
+            parts_[idx] = std::make_unique<DeviceMemory>(
+                device_, staging_.layout.num_bytes(),
+                host::Offer::fetch(place(rank).bootstrap_address.str(), rank, all[idx].key.str()));
+          staging_.of[rank] = parts_[idx]->data();
+          if (rank != own) probe(rank);
+        }
+      }));
+  // Some machines lose what one GPU writes to the memory of another.
   agree(exchange_, attempt([&] {
           for (int rank = 0; rank < exchange_.world_size(); ++rank) {
-            if (rank == exchange_.rank()) continue;
-            copy_and_wait(&control_on_device()->copied, word_for(rank, *own),
+            if (rank == own) continue;
+            copy_and_wait(&control_on_device()->copied, probed_word(staging_, rank, own),
                           sizeof control().copied, "read memory of the GPU");
-            if (control().copied != 0)
+            if (control().copied != signature(rank))
               throw Unavailable("what rank " + std::to_string(rank) +
-                                " writes to this rank's GPU does not arrive");
+                                " writes to this GPU is lost; NCCL may need NCCL_P2P_DISABLE=1");
           }
-          copy_and_wait(own->data(), nullptr, staging_.layout.scratch_offset(),
-                        "clear memory of the GPU");
         }));
+}
+
+// By kernels: the driver's copies may take another way.
+void DeviceGroup::probe(int peer) {
+  auto* const here = reinterpret_cast<std::byte*>(&control_on_device()->copied);
+  std::byte* const there = probed_word(staging_, exchange_.rank(), peer);
+  control().copied = signature(exchange_.rank());
+  const auto copy_there_and_back = [&](StreamHandle stream) {
+    for (const auto& [to, from] : {std::pair(there, here), std::pair(here, there)}) {
+      KernelCall call;
+      call.dtype = DType::kInt64;
+      call.num_elems = call.num_outputs = 1;
+      call.inputs[0] = from;
+      call.outputs[0] = to;
+      Kernels::of(device_).launch("ringcomm_reduce_any", 1, call, stream);
+    }
+  };
+  run_and_wait(copy_there_and_back, "reach another rank's memory");
+  if (control().copied != signature(exchange_.rank()))
+    throw Unavailable("what this rank writes to the GPU of rank " + std::to_string(peer) +
+                      " is not what it reads there");
 }
 
 }  // namespace ringcomm::cuda

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -29,22 +30,17 @@ class WaitingBlocks : public PerDevice<WaitingBlocks> {
   }
   /// Takes those of a group, which has them as long as the result.
   std::shared_ptr<void> take(int num_blocks) {
-    add(num_blocks);
-    return {this, [num_blocks](WaitingBlocks* all) { all->add(-num_blocks); }};
+    num_taken_ += num_blocks;
+    return {this, [num_blocks](WaitingBlocks* all) { all->num_taken_ -= num_blocks; }};
   }
 
  private:
-  void add(int num_blocks) {
-    const std::lock_guard lock(mutex_);
-    num_taken_ += num_blocks;
-  }
-
   friend PerDevice;
   explicit WaitingBlocks(DeviceOrdinal) {}
 
   std::mutex mutex_;
-  int share_ = 1 << 20;  // the least of any group
-  int num_taken_ = 0;
+  int share_ = 1 << 20;  // the least of any group; guarded by mutex_
+  std::atomic<int> num_taken_ = 0;
 };
 
 /// The devices of a group's ranks, and the memory through which their kernels communicate: every
@@ -70,7 +66,7 @@ class DeviceGroup {
   void read_facts();
   void share_host_memory();
   void share_staging();
-  std::string describe() const;
+  void probe(int peer);
 
   RecordExchange& exchange_;
   DeviceOrdinal device_;

@@ -43,7 +43,7 @@ class DeviceTransport {
   /// ranks enqueue in the same order.
   virtual Traffic enqueue(const Collective& call, const StreamPlace& place) = 0;
   /// Sends and receives that must not wait for each other: two ranks may both send first.
-  virtual void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) = 0;
+  virtual void exchange(std::vector<P2pMessage> messages, const StreamPlace& place) = 0;
   /// The event after the last of these two calls, if the transport has recorded one.
   virtual std::shared_ptr<const Event> last_end() const { return nullptr; }
   /// Of what was enqueued since the last call of this function and can fail by itself.
@@ -59,8 +59,8 @@ class DeviceTransport {
   /// of it cannot be mapped; null is a buffer that could not be allocated.
   virtual bool map(const void* data, std::size_t num_bytes) = 0;
 
-  /// Whether calls copy some buffers because no other process can map their memory.
-  virtual bool has_private_memory() const { return false; }
+  /// Why calls copy some buffers that peers would use where they are; null: none yet.
+  virtual const char* why_staged() const { return nullptr; }
 
   /// Whether work may end without being complete, because a rank has failed. Work that ended while
   /// this was false is complete. From any thread.

@@ -73,7 +73,11 @@ Activity DeviceWatch::activity_of(std::uint64_t number) const {
 
 bool DeviceWatch::goes_on() {
   try {
-    look();
+    communicator_.failure().rethrow_if_any();  // another thread has thrown it
+    look_at_record();
+    look_at_wait();
+    compare_calls();
+    look_at_memory_();
     return true;
   } catch (const std::exception& error) {
     // The group has failed on this rank or another; the next call throws the reason. The other
@@ -83,14 +87,6 @@ bool DeviceWatch::goes_on() {
     report_(error.what());
     return false;
   }
-}
-
-void DeviceWatch::look() {
-  communicator_.failure().rethrow_if_any();  // another thread has thrown it
-  look_at_record();
-  look_at_wait();
-  compare_calls();
-  look_at_memory_();
 }
 
 void DeviceWatch::look_at_record() {
@@ -126,7 +122,7 @@ void DeviceWatch::look_at_wait() {
 }
 
 void DeviceWatch::compare_calls() {
-  if (words_.has_captured != 0) return;  // then the numbers of calls say nothing
+  if (words_.has_captured != 0) return;
   const int rank = communicator_.rank();
   for (; num_compared_ < num_recorded(rank); ++num_compared_) {
     HeaderWords own, words;

@@ -40,7 +40,6 @@ class DeviceWatch {
 
  private:
   bool goes_on();
-  void look();
   void look_at_record();
   void look_at_wait();
   void compare_calls();

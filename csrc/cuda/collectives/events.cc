@@ -80,16 +80,23 @@ bool RunningKernels::are_over(const std::function<bool(const void* group, int pe
   return true;
 }
 
-void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what) {
-  const auto address = [](const void* data) { return reinterpret_cast<DevicePtr>(data); };
+void run_and_wait(const std::function<void(StreamHandle)>& enqueue, const char* what) {
   StreamHandle stream = nullptr;
   check(driver().stream_create(&stream, kStreamNonBlocking), "make a stream");
-  Result result = from != nullptr
-                      ? driver().memcpy_async(address(to), address(from), num_bytes, stream)
-                      : driver().memset_d8_async(address(to), 0, num_bytes, stream);
-  if (result == kSuccess) result = driver().stream_synchronize(stream);
-  driver().stream_destroy(stream);
-  check(result, what);
+  const std::unique_ptr<StreamTag, Result (*)(StreamHandle)> owner(stream, driver().stream_destroy);
+  enqueue(stream);
+  check(driver().stream_synchronize(stream), what);
+}
+
+void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what) {
+  const auto address = [](const void* data) { return reinterpret_cast<DevicePtr>(data); };
+  run_and_wait(
+      [&](StreamHandle stream) {
+        check(from != nullptr ? driver().memcpy_async(address(to), address(from), num_bytes, stream)
+                              : driver().memset_d8_async(address(to), 0, num_bytes, stream),
+              what);
+      },
+      what);
 }
 
 StreamPlace StreamPlace::of(StreamHandle stream) {

@@ -37,9 +37,7 @@ class Event {
   void block(StreamHandle stream) const {
     check(driver().stream_wait_event(stream, recorded(), 0), "make a stream wait for an event");
   }
-  void synchronize() const {
-    check(driver().event_synchronize(recorded_anywhere()), "wait for the GPU");
-  }
+  void synchronize() const { check(driver().event_synchronize(recorded()), "wait for the GPU"); }
   /// Whether the stream has passed it. In a relaxed capture mode, if there may be a capture. To
   /// record waits while the stream's queue is full; without, all of the stream must be over.
   bool is_over(bool may_record = true) const {
@@ -47,23 +45,19 @@ class Event {
       const ContextGuard guard(device_);
       return driver().stream_query(nullptr);
     };
-    const Result result =
-        is_due_ && !may_record ? ask() : driver().event_query(recorded_anywhere());
+    const Result result = is_due_ && !may_record ? ask() : driver().event_query(recorded());
     if (result != kErrorNotReady) check(result, "ask whether an event is over");
     return result == kSuccess;
   }
 
  private:
   EventHandle recorded() const {
+    if (!is_due_) return event_;
+    const ContextGuard guard(device_);
     const std::lock_guard lock(mutex_);
     if (is_due_) check(driver().event_record(event_, nullptr), "record an event");
     is_due_ = false;
     return event_;
-  }
-  EventHandle recorded_anywhere() const {
-    if (!is_due_) return event_;
-    const ContextGuard guard(device_);
-    return recorded();
   }
 
   DeviceOrdinal device_;
@@ -146,8 +140,9 @@ class RunningKernels : public PerDevice<RunningKernels> {
   std::map<std::pair<const void*, int>, Order> orders_;  // by group and peer
 };
 
-/// Copies, or clears where `from` is null, on a stream of its own, and blocks; `what` is for an
-/// error.
+/// Enqueues on a stream of its own, and blocks; `what` is for an error.
+void run_and_wait(const std::function<void(StreamHandle)>& enqueue, const char* what);
+/// Copies, or clears where `from` is null.
 void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what);
 
 }  // namespace ringcomm::cuda

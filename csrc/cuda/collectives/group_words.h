@@ -33,7 +33,7 @@ struct GroupWords {
   };
 
   OfRank ranks[kMaxRanks];
-  std::atomic<std::uint32_t> has_captured;  ///< whether any rank has captured a call
+  std::atomic<std::uint32_t> has_captured;  ///< some rank has a graph; replays have no numbers
   alignas(kLineBytes) std::atomic<std::uint64_t> num_announced;  ///< versions of all allocations
   OfAllocation allocations[kMaxRanks][kMaxAllocations];
 };
@@ -48,7 +48,7 @@ struct RankPlace {
   bool has_mps = false;
   bool has_multicast = false;
   bool maps_tensors = true;
-  std::uint64_t free_bytes = 0;  ///< of its device
+  std::size_t free_bytes = 0;  ///< of its device
   RecordText<256> problem;
 };
 

@@ -35,7 +35,7 @@ IpcTransport::~IpcTransport() {
     const RelaxedCapture relaxed;
     if (communicator_.failure().has_failed()) abort();
     // A program must not replay graphs of the group later, but replays may be running.
-    if (has_captured_) check(driver().ctx_synchronize(), "wait for the GPU");
+    if (group_->words().has_captured != 0) check(driver().ctx_synchronize(), "wait for the GPU");
     running_.end(this);
   } catch (const Error&) {
     // The process is ending, and the driver was unloaded before.
@@ -120,7 +120,7 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
     number = num_launches_++;
     watch_.record_call(number, words);
   } else {
-    record_capture();
+    group_->words().has_captured = 1;
   }
   Traffic traffic = launch(call, words, number, place);
   if (call.op == OpKind::kAllReduce && call.algorithm == Algorithm::kDirect)
@@ -141,25 +141,20 @@ Traffic IpcTransport::launch(const Collective& call, const HeaderWords& words, s
   if (planned.plan.kind == LaunchKind::kPackets) {
     kernels_.launch(planned.plan.kernel, planned.plan.num_blocks, planned.call, place.stream);
   } else if (planned.plan.kind == LaunchKind::kShards) {
-    launch_shards(call, planned, place.stream);
+    launch_shards(call, planned.call, place.stream, traffic);
   } else {
     InPlaceLaunch in_place(call, planned.plan, planned.call);
     std::optional<RelaxedCapture> relaxed;  // the driver is asked about buffers
     if (place.capture != 0) relaxed.emplace();
     allocations_.find_places(num_calls_, in_place.buffers());
+    traffic.copied_bytes = in_place.staged_bytes();
     if (planned.plan.kind == LaunchKind::kInPlace)
-      ++(in_place.is_staged() ? traffic.num_staged : traffic.num_in_place);
+      ++(traffic.copied_bytes > 0 ? traffic.num_staged : traffic.num_in_place);
     in_place.run([&](std::string_view kernel, unsigned num_blocks, KernelCall& kernel_call) {
       kernels_.launch(kernel, num_blocks, kernel_call, place.stream);
     });
   }
   return traffic;
-}
-
-// Replays are not counted, and another rank may make the same calls eagerly.
-void IpcTransport::record_capture() {
-  has_captured_ = true;
-  group_->words().has_captured = 1;
 }
 
 // Mapping copies addresses to the device, which may have to wait behind a kernel in a queue of the
@@ -173,7 +168,16 @@ void IpcTransport::follow_peers() {
 
 // ---- messages
 
-void IpcTransport::launch_messages(std::vector<P2pMessage> messages, P2pCall& call,
+// Adds a message to what a call of this rank moves: a long one is in place, or in slots.
+static void add_message(const P2pMessage& message, const P2pCall& call, Traffic& traffic) {
+  if (!message.is_send || !call.is_long(message)) return;
+  if (message.place == 0) traffic.copied_bytes += message.num_bytes;
+  traffic.num_staged = traffic.copied_bytes > 0 ? 1 : 0;
+  traffic.num_in_place = 1 - traffic.num_staged;
+}
+
+// Sets their places.
+void IpcTransport::launch_messages(std::vector<P2pMessage>& messages, P2pCall& call,
                                    StreamHandle stream) {
   std::vector<PeerBuffer> buffers;
   for (const P2pMessage& message : messages)
@@ -185,7 +189,7 @@ void IpcTransport::launch_messages(std::vector<P2pMessage> messages, P2pCall& ca
   allocations_.find_places(call.use == LinkUse::kShards ? num_calls_ : kAnyCall, buffers);
   for (std::size_t i = 0; i < messages.size(); ++i) messages[i].place = buffers[i].place;
   const StagingLayout& layout = call.staging.layout;
-  while (take_launch(messages, call)) {
+  for (std::vector<P2pMessage> left = messages; take_launch(left, call);) {
     const unsigned num_blocks = std::min((call.num_lanes + 1) / 2, layout.num_blocks);
     kernels_.launch("ringcomm_open_messages", num_blocks, call, stream);
     if (!call.has_long) continue;
@@ -199,9 +203,8 @@ void IpcTransport::launch_messages(std::vector<P2pMessage> messages, P2pCall& ca
   }
 }
 
-void IpcTransport::launch_shards(const Collective& call, const PlannedCall& planned,
-                                 StreamHandle stream) {
-  const KernelCall& kernel_call = planned.call;
+void IpcTransport::launch_shards(const Collective& call, const KernelCall& kernel_call,
+                                 StreamHandle stream, Traffic& traffic) {
   P2pCall messages;
   static_cast<GroupFrame&>(messages) = kernel_call;
   messages.use = LinkUse::kShards;
@@ -212,10 +215,12 @@ void IpcTransport::launch_shards(const Collective& call, const PlannedCall& plan
                                 reinterpret_cast<DevicePtr>(kernel_call.inputs[own]),
                                 kernel_call.output_bytes[own], stream),
           "copy a shard");
-  launch_messages(shards_of(call, kernel_call), messages, stream);
+  std::vector<P2pMessage> shards = shards_of(call, kernel_call);
+  launch_messages(shards, messages, stream);
+  for (const P2pMessage& shard : shards) add_message(shard, messages, traffic);
 }
 
-void IpcTransport::exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) {
+void IpcTransport::exchange(std::vector<P2pMessage> messages, const StreamPlace& place) {
   if (messages.empty()) return;
   communicator_.failure().rethrow_if_any();
   follow_peers();
@@ -223,15 +228,17 @@ void IpcTransport::exchange(const std::vector<P2pMessage>& messages, const Strea
   static_cast<GroupFrame&>(call) = frame();
   std::set<int> peers;
   for (const P2pMessage& message : messages) peers.insert(message.peer);
-  if (place.capture != 0) record_capture();
+  if (place.capture != 0) group_->words().has_captured = 1;
   for (const int peer : peers) running_.wait(this, peer, place);
   const auto launching = running_.launching();
   launch_messages(messages, call, place.stream);
   last_end_ = events_.record(place.stream);
   for (const int peer : peers) running_.remember(this, peer, last_end_, place);
-  for (const P2pMessage& message : messages)
-    communicator_.stats().count(message.is_send ? OpKind::kSend : OpKind::kRecv,
-                                {.sent_bytes = message.is_send ? message.num_bytes : 0});
+  for (const P2pMessage& message : messages) {
+    Traffic traffic{.sent_bytes = message.is_send ? message.num_bytes : 0};
+    add_message(message, call, traffic);
+    communicator_.stats().count(message.is_send ? OpKind::kSend : OpKind::kRecv, traffic);
+  }
   watch_.record_launch();
 }
 

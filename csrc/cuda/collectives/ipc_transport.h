@@ -45,7 +45,7 @@ class IpcTransport final : public DeviceTransport {
   void set_timeout(std::chrono::milliseconds timeout) override;
   Traffic enqueue(const Collective& call, const StreamPlace& place) override;
   /// Of messages that check_messages() takes.
-  void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
+  void exchange(std::vector<P2pMessage> messages, const StreamPlace& place) override;
   std::shared_ptr<const Event> last_end() const override { return last_end_; }
   int ranks_per_device() const override { return group_->facts().max_ranks_per_device; }
   std::vector<Outcome> take_outcomes() override {
@@ -54,7 +54,7 @@ class IpcTransport final : public DeviceTransport {
   bool finds_mismatches() const override { return true; }
   /// Throws Error, std::invalid_argument.
   bool map(const void* data, std::size_t num_bytes) override;
-  bool has_private_memory() const override { return allocations_.has_private_memory(); }
+  const char* why_staged() const override { return allocations_.why_staged(); }
 
   void abort() noexcept override {
     watch_.end_waits();
@@ -74,9 +74,9 @@ class IpcTransport final : public DeviceTransport {
   Traffic launch(const Collective& call, const HeaderWords& words, std::uint64_t number,
                  const StreamPlace& place);
   void follow_peers();
-  void launch_shards(const Collective& call, const PlannedCall& planned, StreamHandle stream);
-  void launch_messages(std::vector<P2pMessage> messages, P2pCall& call, StreamHandle stream);
-  void record_capture();
+  void launch_shards(const Collective& call, const KernelCall& kernel_call, StreamHandle stream,
+                     Traffic& traffic);
+  void launch_messages(std::vector<P2pMessage>& messages, P2pCall& call, StreamHandle stream);
 
   Communicator& communicator_;
   WaitLimits limits_;
@@ -92,7 +92,6 @@ class IpcTransport final : public DeviceTransport {
   DeviceWatch watch_;
   std::uint64_t num_launches_ = 0;  // of kernels that run at once
   std::uint64_t num_calls_ = 0;     // of these, and of those that graphs have captured
-  bool has_captured_ = false;
   std::shared_ptr<const Event> last_end_;
 };
 

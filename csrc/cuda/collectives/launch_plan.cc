@@ -11,8 +11,6 @@ namespace ringcomm::cuda {
 
 // ---- the staging of a group
 
-namespace {
-
 constexpr int kMaxBlocks = 32;
 // Data of packets from all ranks together, in each of two rounds and of two calls.
 constexpr std::size_t kPacketBytes = std::size_t{1} << 20;
@@ -21,8 +19,6 @@ constexpr std::uint32_t kLinkSlotBytes = (16 << 10) + sizeof(Letter);
 constexpr std::uint64_t kUnitBytes = std::uint64_t{2} << 20;
 constexpr std::uint64_t kMaxScratchBytes = std::uint64_t{64} << 20;
 constexpr std::uint64_t kShareOfScratch = 64;  // of a device's free memory, for all of its ranks
-
-}  // namespace
 
 int share_of_waiting_blocks(int num_multiprocessors, int num_ranks) {
   return std::max(1, num_multiprocessors * 7 / 8 / num_ranks);
@@ -57,8 +53,6 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
 
 // ---- headers
 
-namespace {
-
 // Between these two parts a header has bytes that hold anything.
 constexpr std::size_t kFirst = offsetof(CallHeader, num_elems);
 constexpr std::size_t kFirstBytes =
@@ -69,21 +63,19 @@ static_assert(kFirstBytes == 8 + 4 + 6 + 16 &&
               "has no gaps");
 
 // One word more of a digest: any difference in a word changes about half of the bits.
-std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
+static std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
   digest = (digest ^ word) * 0x9e3779b97f4a7c15u;
   return digest ^ digest >> 29;
 }
 
 // Of sizes that must be equal on all ranks, for which the header has no room.
-std::uint64_t digest_of_shards(const Collective& call, int world_size) {
+static std::uint64_t digest_of_shards(const Collective& call, int world_size) {
   std::uint64_t digest = 1;
   for (int rank = 0; rank < world_size; ++rank)
     digest = digest_with(
         digest, call.op == OpKind::kAllGather ? call.output_shard(rank) : call.input_shard(rank));
   return digest;
 }
-
-}  // namespace
 
 HeaderWords compared_words(const Collective& call, int world_size) {
   CallHeader header = call;
@@ -105,11 +97,9 @@ CallHeader from_words(const std::uint32_t* words, std::uint64_t number) {
   return header;
 }
 
-namespace {
-
 using enum OpKind;
 
-bool gathers(OpKind op) { return op == kAllReduce || op == kReduceUpdateGather; }
+static bool gathers(OpKind op) { return op == kAllReduce || op == kReduceUpdateGather; }
 
 // ---- which way
 
@@ -118,24 +108,22 @@ constexpr std::size_t kMostPacketBytes = std::size_t{1} << 20;
 constexpr std::size_t kMostOneRoundBytes = std::size_t{512} << 10;
 
 // Data of the packets from one rank in one round, or in each of two.
-std::size_t capacity(const StagingLayout& layout, int num_rounds) {
+static std::size_t capacity(const StagingLayout& layout, int num_rounds) {
   const std::size_t words = layout.packets_per_block - kHeaderPackets;
   return words / static_cast<std::size_t>(num_rounds) * layout.num_blocks * kWordBytes;
 }
 
 // Of an all_reduce in two rounds, at most.
-std::size_t part_bytes(const StagingLayout& layout, std::size_t num_bytes) {
+static std::size_t part_bytes(const StagingLayout& layout, std::size_t num_bytes) {
   return num_slices(num_slices(num_bytes, kWordBytes), layout.world_size) * kWordBytes;
 }
 
-bool fits_one_round(const StagingLayout& layout, std::size_t num_bytes) {
+static bool fits_one_round(const StagingLayout& layout, std::size_t num_bytes) {
   return num_bytes <= std::min(kMostPacketBytes, capacity(layout, 1));
 }
-bool fits_two_rounds(const StagingLayout& layout, std::size_t num_bytes) {
+static bool fits_two_rounds(const StagingLayout& layout, std::size_t num_bytes) {
   return num_bytes <= kMostPacketBytes && part_bytes(layout, num_bytes) <= capacity(layout, 2);
 }
-
-}  // namespace
 
 void plan_algorithm(const CommunicatorOptions& options, const StagingLayout& layout,
                     Collective& call) {

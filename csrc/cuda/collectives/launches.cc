@@ -1,7 +1,6 @@
 #include "cuda/collectives/launches.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "core/errors.h"
 #include "cuda/kernels/kernel_list.h"
@@ -58,13 +57,19 @@ InPlaceLaunch::InPlaceLaunch(const Collective& call, const LaunchPlan& plan,
   }
 }
 
-bool InPlaceLaunch::is_staged(std::size_t first) const {
-  const bool can_lend = first != 0 || lends_inputs_;
-  const auto begin = buffers_.begin() + static_cast<std::ptrdiff_t>(first);
-  return std::any_of(begin, begin + static_cast<std::ptrdiff_t>(num_parts()),
-                     [&](const PeerBuffer& buffer) {
-                       return buffer.num_bytes > 0 && (buffer.place == 0 || !can_lend);
-                     });
+// All of one half of the buffers, or none.
+std::uint64_t InPlaceLaunch::staged_bytes(std::size_t first) const {
+  bool is_staged = first == 0 && !lends_inputs_;
+  std::uint64_t num_bytes = 0;
+  const std::byte* last = nullptr;  // all may have the same input
+  for (std::size_t idx = first; idx < first + num_parts(); ++idx) {
+    const PeerBuffer& buffer = buffers_[idx];
+    if (buffer.num_bytes == 0 || buffer.data == last) continue;
+    is_staged = is_staged || buffer.place == 0;
+    num_bytes += buffer.num_bytes;
+    last = buffer.data;
+  }
+  return is_staged ? num_bytes : 0;
 }
 
 Place InPlaceLaunch::place_of(std::size_t idx, bool is_staged, std::uint64_t in_scratch,
@@ -75,8 +80,8 @@ Place InPlaceLaunch::place_of(std::size_t idx, bool is_staged, std::uint64_t in_
 }
 
 void InPlaceLaunch::run(const Launch& launch) {
-  const bool stages_inputs = call_.stages_inputs = is_staged(0);
-  const bool stages_outputs = call_.stages_outputs = is_staged(num_parts());
+  const bool stages_inputs = call_.stages_inputs = staged_bytes(0) > 0;
+  const bool stages_outputs = call_.stages_outputs = staged_bytes(num_parts()) > 0;
   for (unsigned piece = 0; piece < plan_.num_pieces; ++piece) {
     call_.piece_begin = piece * plan_.piece_size;
     for (std::size_t rank = 0; rank < num_parts(); ++rank) {
@@ -86,7 +91,7 @@ void InPlaceLaunch::run(const Launch& launch) {
           place_of(num_parts() + rank, stages_outputs,
                    plan_.outputs_offset + rank * plan_.output_stride, call_.output_unit);
     }
-    if (is_staged()) launch("ringcomm_copy_in", plan_.copy_blocks, call_);
+    if (stages_inputs || stages_outputs) launch("ringcomm_copy_in", plan_.copy_blocks, call_);
     launch("ringcomm_open", 1, call_);
     launch(plan_.kernel, plan_.num_blocks, call_);
     launch("ringcomm_close", 1, call_);

@@ -46,7 +46,8 @@ class InPlaceLaunch {
 
   /// Each rank's part of the inputs, then of the outputs; those that no peer accesses are empty.
   std::vector<PeerBuffer>& buffers() { return buffers_; }
-  bool is_staged() const { return is_staged(0) || is_staged(num_parts()); }
+  /// Bytes that peers cannot access where they are.
+  std::uint64_t staged_bytes() const { return staged_bytes(0) + staged_bytes(num_parts()); }
 
   using Launch =
       std::function<void(std::string_view kernel, unsigned num_blocks, KernelCall& kernel_call)>;
@@ -55,7 +56,7 @@ class InPlaceLaunch {
 
  private:
   std::size_t num_parts() const { return buffers_.size() / 2; }
-  bool is_staged(std::size_t first) const;
+  std::uint64_t staged_bytes(std::size_t first) const;
   Place place_of(std::size_t idx, bool is_staged, std::uint64_t in_scratch, std::size_t unit) const;
 
   const LaunchPlan& plan_;

@@ -60,8 +60,9 @@ PeerAllocations::~PeerAllocations() {
 // ---- this rank's allocations
 
 void PeerAllocations::find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers,
-                                  bool wants_all) {
+                                  bool asked) {
   const std::lock_guard lock(mutex_);
+  const bool wants_all = asked || group_.maps_tensors();
   if (!wants_all && own_.empty()) return;
   Allocation last;
   Place place = 0;
@@ -97,7 +98,7 @@ bool PeerAllocations::map_now(const std::byte* data, std::size_t num_bytes, std:
   State state = kRefused;
   do {  // some pieces at a time
     const std::uint64_t num_before = num_published_;
-    find_places(number, buffers, /*wants_all=*/true);
+    find_places(number, buffers, /*asked=*/true);
     for (int round = 0; round < 2; ++round) {  // all have announced; all have mapped
       follow(number, /*may_unmap=*/false);
       exchange_.all_gather(0);
@@ -114,7 +115,10 @@ bool PeerAllocations::map_now(const std::byte* data, std::size_t num_bytes, std:
 // be mapped.
 Place PeerAllocations::place_of(const Allocation& allocation, std::uint64_t number,
                                 bool is_wanted) {
-  has_private_ = has_private_ || (is_wanted && !allocation.has_handle);
+  if (is_wanted && !allocation.has_handle)
+    why_staged_ =
+        "other processes cannot map them: a pool's, allocations of no multiple of 2 MiB, or "
+        "unshared expandable segments";
   if (!allocation.has_handle) return 0;
   const std::size_t row = find(allocation.id);
   if (row == kMaxRows) {
@@ -152,7 +156,12 @@ void PeerAllocations::announce(const std::byte* data) {
   if (allocation.piece != nullptr && std::ranges::count_if(own_, has_offer) >= kMostOffers) return;
   const std::size_t row = free_row();
   bool is_announced = false;
-  if (row != kMaxRows && !is_memory_scarce()) try {
+  if (row == kMaxRows)
+    why_staged_ = "a group maps at most 4,096 allocations of a rank";
+  else if (is_memory_scarce())
+    why_staged_ = "less than a sixteenth of the GPU's memory is free";
+  else
+    try {
       Own own{.id = allocation.id, .base = allocation.base, .piece = allocation.piece};
       PeerAllocation mine{
           .process = group_.place(rank_).process, .id = allocation.id, .base = allocation.base};

@@ -33,15 +33,14 @@ class PeerAllocations {
   std::byte* const* bases() const { return reinterpret_cast<std::byte* const*>(bases_.data()); }
 
   /// Sets the places of buffers of this rank, in a call that is about to be launched: 0 where peers
-  /// have not mapped one. `number`: of the call among the group's.
-  void find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers) {
-    find_places(number, buffers, group_.maps_tensors());
-  }
+  /// have not mapped one. `number`: of the call among the group's. `asked`: whatever the group
+  /// maps.
+  void find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers, bool asked = false);
   /// Collective: maps a buffer of each rank before its first call. Returns whether all ranks can
   /// use those of all. Throws Error if a rank does not arrive.
   bool map_now(const std::byte* data, std::size_t num_bytes, std::uint64_t number);
   bool has_news();
-  bool has_private_memory() const { return has_private_; }
+  const char* why_staged() const { return why_staged_; }
   /// Unmaps what peers have retired, if it may, which waits for the kernels of this process. Maps
   /// what they have announced, and announces what this rank's last calls used.
   void follow(std::uint64_t call, bool may_unmap);
@@ -66,7 +65,6 @@ class PeerAllocations {
     std::shared_ptr<PeerMappings::Mapping> mapping = nullptr;  // null in the owner's own process
   };
 
-  void find_places(std::uint64_t number, std::vector<PeerBuffer>& buffers, bool wants_all);
   Place place_of(const Allocation& allocation, std::uint64_t number, bool is_wanted);
   void write_base(std::size_t row, int rank, std::byte* base);
   GroupWords::OfAllocation& row_of(int rank, std::size_t row) const {
@@ -100,7 +98,7 @@ class PeerAllocations {
   std::vector<Own> own_;  // by row
   std::vector<std::vector<Theirs>> theirs_;
   std::vector<const std::byte*> wanted_;  // buffers in no row
-  bool has_private_ = false;              // some buffer's memory has no handle
+  const char* why_staged_ = nullptr;      // some buffer; the last reason
   std::uint64_t num_failures_ = 0;        // to announce, one after the other
   std::uint64_t num_published_ = 0;       // versions of this rank's rows
   std::uint32_t silent_ranks_ = 0;        // that have sent no descriptor in this call

@@ -139,8 +139,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     return {.sent_bytes = sent_bytes, .algorithm = call.algorithm};
   }
 
-  void exchange(const std::vector<cuda::P2pMessage>& messages,
-                const cuda::StreamPlace& place) override {
+  void exchange(std::vector<cuda::P2pMessage> messages, const cuda::StreamPlace& place) override {
     const at::AutoDispatchBelowADInplaceOrView unseen;
     watch(std::nullopt, place.capture != 0);
     pass(messages);

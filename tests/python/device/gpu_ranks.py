@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -174,6 +175,20 @@ def in_gpu_ranks(where: Any, **options: Any) -> Callable[[Callable[..., Any]], C
 
 
 # ---- in ranks
+
+
+def stderr_of(call: Callable[[], object]) -> str:
+    """What this process writes to its standard error in a call, from C++ as well."""
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            call()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        return file.read().decode()
 
 
 def meet() -> None:

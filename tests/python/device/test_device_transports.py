@@ -53,7 +53,7 @@ BOXES = [
     Box("a GPU for each", ("1 ranks on a GPU",), num_devices=3),
     Box("no file descriptors", ("messages over emup2p",), env={"RINGCOMM_EMULATOR_VMM": "0"}),
     Box(
-        "no peer access",
+        "no peer access",  # as over some PCIe, and between instances of MIG
         ("messages over emup2p",),
         num_devices=3,
         env={"RINGCOMM_EMULATOR_PEER_ACCESS": "0"},
@@ -97,6 +97,37 @@ def test_boxes(box: Box) -> None:
     results = run_on_gpus(3, check_box, num_devices=box.num_devices, env=env)
     assert len(set(results)) == 1
     assert all(text in results[0] for text in box.said), results[0]
+
+
+WAYS = [
+    ({"RINGCOMM_EMULATOR_MPS": "0"}, 1, "processes that share a GPU need MPS"),
+    ({"RINGCOMM_EMULATOR_PEER_ACCESS": "0"}, 2, "give the GPU access to the memory of a rank"),
+    ({"RINGCOMM_EMULATOR_LOSES_PEER_WRITES": "1"}, 2, "may need NCCL_P2P_DISABLE=1"),
+]
+
+
+@pytest.mark.parametrize(("env", "num_devices", "reason"), WAYS)
+def test_a_slower_way_is_said_once(env: dict[str, str], num_devices: int, reason: str) -> None:
+    """https://github.com/vllm-project/vllm/issues/51513: writes to another GPU are lost where the
+    driver says that it can be reached, and programs hang or compute with what is there.
+    """
+    env = {**with_kernels(), **env}
+    for said in run_on_gpus(2, warnings_of_groups, num_devices=num_devices, env=env, fresh=True):
+        assert len(said) == 1, said
+        assert reason in said[0]
+
+
+def warnings_of_groups(rank: int) -> list[str]:
+    """Which two groups log on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ringcomm").addHandler(handler)
+    for group in (None, dist.new_group()):
+        tensor = torch.ones(300_007, device=GPU)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.unique().tolist() == [2.0]
+    return lines
 
 
 # ---- over messages

@@ -86,10 +86,10 @@ def miss(rank: int, num_elems: int, timeout_s: float) -> dict[str, Any]:
 
 
 @on_some_gpus
-@pytest.mark.parametrize("num_elems", [100, 300_007])  # packets; boards
+@pytest.mark.parametrize("num_elems", [100, 300_007])  # packets; a rendezvous
 def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_elems: int) -> None:
     if not gpus.kernels and num_elems > 100:
-        pytest.skip("messages have no boards")
+        pytest.skip("messages have no rendezvous")
     timeout_s = TIMEOUT_S[gpus.is_cuda]
     results = gpus.run(miss, num_elems, timeout_s, group_timeout_s=timeout_s, fresh=True)
     for rank, said in enumerate(results):
@@ -149,7 +149,7 @@ def miss_after_set_timeout(rank: int, num_elems: int, timeout_s: float) -> dict[
 
 
 @on_all_gpus
-@pytest.mark.parametrize("num_elems", [100, 300_007])  # packets; boards
+@pytest.mark.parametrize("num_elems", [100, 300_007])  # packets; a rendezvous
 def test_set_timeout_counts_for_later_calls(gpus: Gpus, num_elems: int) -> None:
     """https://github.com/pytorch/pytorch/issues/187693: a timeout that is set later is ignored."""
     timeout_s = TIMEOUT_S[gpus.is_cuda]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from cases import covering, name_of
 from emulated_gpu import driver_calls, in_emulated_ranks, run_on_gpus, with_kernels
-from gpu_ranks import meet
+from gpu_ranks import meet, stderr_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -96,11 +96,13 @@ def check_sums(tensor: Tensor, num: int = FEW_CALLS, first: int = 0, group: Any 
         check_sum(tensor, first + turn, group)
 
 
-def long_calls() -> tuple[int, int]:
-    """The all_reduces on the device so far that used this rank's buffers in place, and others."""
-    counts = [each for (name, _), each in ringcomm.stats().items() if name == "all_reduce"]
-    in_place, staged = (sum(each[key] for each in counts) for key in ("num_in_place", "num_staged"))
-    return in_place, staged
+def long_calls(op: str = "all_reduce") -> tuple[int, int]:
+    """The calls on the device so far that used this rank's buffers in place, and others."""
+    return counted(op, "num_in_place"), counted(op, "num_staged")
+
+
+def counted(op: str, key: str) -> int:
+    return sum(each[key] for (name, _), each in ringcomm.stats().items() if name == op)
 
 
 def check_in_place(rank: int) -> None:
@@ -109,6 +111,9 @@ def check_in_place(rank: int) -> None:
     check_sum(tensor)
     assert num_mapped() == 0
     assert long_calls() == (0, 1)
+    # What its peers add, and all of the result; parts are multiples of 16 elements.
+    copied = counted("all_reduce", "copied_bytes")
+    assert copied == pytest.approx((2 - 1 / world_size) * NUM_BYTES, abs=64 * world_size)
     check_sums(tensor)
     assert num_mapped() == world_size - 1
     in_place, staged = long_calls()
@@ -290,8 +295,40 @@ def test_scarce_memory_is_not_held_for_others(rank: int) -> None:
     small = []
     while 16 * (MEMORY - used_bytes()) >= MEMORY:
         small.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
-    check_sums(tensor)
+    said = stderr_of(lambda: check_sums(tensor))
+    assert said.count("less than a sixteenth of the GPU's memory is free") == 1
     assert num_mapped() == 0
+    assert long_calls() == (0, 1 + FEW_CALLS)
+
+
+@in_two
+def test_long_messages_and_shards_are_counted(rank: int) -> None:
+    tensor, shards = new_tensor(), new_tensor()
+
+    def send(num_elems: int) -> None:
+        (dist.recv if rank else dist.send)(tensor[:num_elems], 1 - rank)
+
+    def exchange(num_elems: int) -> None:
+        dist.all_to_all_single(torch.empty_like(shards[:num_elems]), shards[:num_elems])
+
+    for op, call, num_bytes in (
+        ("send", send, NUM_BYTES),
+        ("all_to_all", exchange, NUM_BYTES // 2),
+    ):
+        num = 0 if op == "send" and rank == 1 else 1  # of calls that have something for a peer
+        call(NUM_ELEMS)
+        emugpu.synchronize()
+        meet()
+        assert long_calls(op) == (0, num)
+        for _ in range(FEW_CALLS):
+            call(NUM_ELEMS)
+            emugpu.synchronize()
+            meet()
+        call(100)  # is too short
+        in_place, staged = long_calls(op)
+        assert in_place + staged == num * (1 + FEW_CALLS)
+        assert in_place >= num
+        assert counted(op, "copied_bytes") == staged * num_bytes
 
 
 def test_reuse_by_the_driver() -> None:

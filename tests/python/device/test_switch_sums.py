@@ -67,6 +67,9 @@ def test_which_other_calls_go_to_nccl(rank: int) -> None:
 
 @with_switches
 def test_calls_of_a_graph_stay_with_the_kernels(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/115388: the end of NCCL's communicator waits for
+    the graphs that have captured its calls.
+    """
     tensor = torch.ones(LARGE, device=GPU)
     graph = emugpu.CUDAGraph()
     group = dist.new_group()
@@ -79,17 +82,27 @@ def test_calls_of_a_graph_stay_with_the_kernels(rank: int) -> None:
 
 @with_switches
 def test_a_rank_without_nccl_leaves_sums_to_all_ranks_kernels(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/pull/177472: NCCL may fail on switches that are there."""
     if rank == 1:
         del dist.Backend.default_device_backend_map[GPU]
     assert algorithm_of() == "two_shot"
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_devices", "env"), [(4, 4, {}), (4, 2, SWITCHES), (3, 3, SWITCHES)]
+    ("world_size", "num_devices", "env"),
+    [
+        (4, 4, {}),
+        (4, 2, SWITCHES),
+        (3, 3, SWITCHES),
+        (4, 4, {**SWITCHES, "NCCL_NVLS_ENABLE": "0"}),
+    ],
 )
 def test_where_there_are_no_switches_kernels_add(
     world_size: int, num_devices: int, env: dict[str, str]
 ) -> None:
+    """Nor where users keep NCCL from them: https://github.com/NVIDIA/nccl/issues/1788,
+    https://github.com/NVIDIA/nccl-tests/issues/167.
+    """
     env = {**with_kernels(), **env}
     for name in run_on_gpus(world_size, name_of_transport, num_devices=num_devices, env=env):
         assert name.startswith("cuda_ipc")
@@ -102,7 +115,9 @@ def name_of_transport(rank: int) -> str:
 
 @with_switches
 def test_calls_of_both_on_different_streams_keep_their_order(rank: int) -> None:
-    """Each reads what the one before has written."""
+    """Each reads what the one before has written. https://github.com/sgl-project/sglang/issues/31117:
+    kernels of one group on two streams at a time wait for each other without end.
+    """
     tensor = torch.ones(LARGE, device=GPU)
     small = tensor[:1000]
     side = emugpu.Stream()
