@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -13,211 +12,22 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from device_systems import SYSTEMS, Waits
 from emulated_gpu import driver_calls, in_emulated_ranks
 from gpu_ranks import meet
 from ranks import place, run_ranks
-from rows import Blocks, adamw, sgd, trained_by
-from steps import apply_steps
-from test_parallelize import ids_of
-from test_parallelize import make as make_model
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
-from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import ParallelDims, ParameterServer, activations, parallelize
 from ringcomm.torch_names import TORCH_VERSION, all_gather_single
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
 GPU = "emugpu"
-# The aim is no wait, but where the program asks for a number of the device: a norm, a loss scale.
-# Of operators: the result is a number, or has a shape that depends on values.
-READING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
-
-
-class Waits(TorchDispatchMode):
-    """Counts reads of values, and copies between host and device that the host waits for.
-
-    It sees the operators of this thread and of its backward passes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.places: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        kind = self._kind(func.name().split(".")[0], args, kwargs)
-        if kind:
-            ours = [f for f in traceback.extract_stack() if "/ringcomm/" in f.filename]
-            self.counts[kind] += 1
-            self.places.append(kind + "".join(f" {f.filename}:{f.lineno}" for f in ours[-3:]))
-        return func(*args, **kwargs)
-
-    def _kind(self, name: str, args: Any, kwargs: Any) -> str:
-        if name in READING:
-            return "wait" if args[0].device.type == GPU else ""
-        if name not in ("aten::_to_copy", "aten::copy_"):
-            return ""
-        is_new = name == "aten::_to_copy"
-        source = args[0] if is_new else args[1]
-        target = (kwargs.get("device") or source.device) if is_new else args[0].device
-        kinds = (source.device.type, torch.device(target).type)
-        if kinds[0] == kinds[1] or kwargs.get("non_blocking") or args[2:3] == (True,):
-            return ""
-        return "down" if kinds[1] == "cpu" else "up"
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).float().square().mean()
-
-
-def shard(system: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Steps of a system of rows.py."""
-
-    def make(device: torch.device) -> Callable[[], None]:
-        model = Blocks().to(device, dtype)
-        x = torch.ones(4, 7, dtype=dtype, device=device)
-        own = trained_by(system, model, adamw(model), **options)
-
-        def step() -> None:
-            loss = loss_of(model, x)
-            getattr(own, "scale", lambda loss: loss)(loss).backward()
-            apply_steps(own)
-
-        return step
-
-    return make
-
-
-def serve(device: torch.device) -> Callable[[], None]:
-    """A worker's calls."""
-    model = Blocks().to(device)
-    x = torch.ones(4, 7, device=device)
-    server = ParameterServer(model, lambda params: torch.optim.SGD(params, 0.1), staleness=0)
-
-    def step() -> None:
-        server.pull()
-        loss_of(model, x).backward()
-        server.push()
-
-    return step
-
-
-def in_backward(kind: Any, group: Any = "none", **options: Any) -> Any:
-    """Steps of an optimizer that updates in the backward pass."""
-
-    def make(device: torch.device) -> Callable[[], None]:
-        model = Blocks().to(device)
-        x = torch.ones(4, 7, device=device)
-        own = kind(model, 0.01, group=group or dist.group.WORLD, **options)
-
-        def step() -> None:
-            own.backward(loss_of(model, x))
-            own.step()
-            own.zero_grad()
-
-        return step
-
-    return make
-
-
-def on_mesh(kind: str, sizes: dict[str, Any], **options: Any) -> Any:
-    """Steps of a model of transformers by parallelize(), with batches of the host."""
-
-    def make(device: torch.device) -> Callable[[], None]:
-        model = make_model(kind).to(device)
-        sgd_of = partial(torch.optim.SGD, lr=0.1)
-        owner = parallelize(model, ParallelDims(**sizes), sgd_of, **options)
-        batch = {"input_ids": ids_of(0), "labels": ids_of(0)}
-
-        def step() -> None:
-            owner.step(batch)
-            owner.optimizer.step()
-            owner.optimizer.zero_grad()
-
-        return step
-
-    return make
-
-
-def partitioned(**options: Any) -> Any:
-    def make(device: torch.device) -> Callable[[], None]:
-        model = Blocks().to(device)
-        x = torch.ones(4, 7, device=device)
-        optimizer = sgd(model)
-
-        def step() -> None:
-            with activations.partition(min_elems=0, **options):
-                loss = loss_of(model, x)
-            loss.backward()
-            apply_steps(optimizer)
-
-        return step
-
-    return make
-
-
-# Models of transformers wait once in a forward pass, for whether sequences are packed, and in a
-# pipeline once for each block and micro-batch.
-OF_TRANSFORMERS = {"wait": 1}
-CHECKED: dict[str, Any] = {"clipped": {"clip_grad_norm": 1.0}, "scaled": {"loss_scale": 1024.0}}
-SYSTEMS: dict[str, tuple[Any, dict[str, int]]] = {
-    "one process": (shard("one process"), {}),
-    **{f"zero {stage}": (shard(f"zero {stage}"), {}) for stage in (1, 2, 3)},
-    **{f"zero {stage}, bf16": (shard(f"zero {stage}", torch.bfloat16), {}) for stage in (1, 2)},
-    **{
-        f"zero {stage}, {name}": (shard(f"zero {stage}", **options), {"wait": 1})
-        for stage in (1, 2, 3)
-        for name, options in CHECKED.items()
-    },
-    # The first gradient of a pass is checked before a weight is written.
-    "Lomo": (in_backward(Lomo), {"wait": 1}),
-    "AdaLomo": (in_backward(AdaLomo), {"wait": 1}),
-    "Lomo, replicas": (in_backward(Lomo, None), {"wait": 1}),
-    "Lomo, scaled": (in_backward(Lomo, loss_scale=1024.0), {"down": 1}),
-    "Lomo, clipped": (in_backward(Lomo, clip_grad_norm=1.0), {"down": 1}),
-    "Lomo, clipped in two passes": (  # and each linear layer
-        in_backward(Lomo, clip_grad_norm=1.0, clip_mode="two_pass"),
-        {"down": 5},
-    ),
-    # It waits for an event of each piece, while the next one is copied.
-    "offload": (shard("offload"), {}),
-    "offload, bf16": (shard("offload", torch.bfloat16), {}),
-    # It waits for the events of the gradients, which come in the backward pass.
-    "zero 2, host": (shard("zero 2, host"), {}),
-    **{
-        f"zero 2, host, {name}": (shard("zero 2, host", **options), {"wait": 1})
-        for name, options in CHECKED.items()
-    },
-    **{
-        f"infinity, {dtype}": (shard("infinity", dtype), {})
-        for dtype in (torch.float32, torch.bfloat16)
-    },
-    "data parallel": (on_mesh("Llama", {"dp": 2}), OF_TRANSFORMERS),
-    "fsdp": (on_mesh("Llama", {"dp": 1, "fsdp": 2}), OF_TRANSFORMERS),
-    "tensor parallel": (on_mesh("Llama", {"tp": 2}), OF_TRANSFORMERS),
-    "sequence parallel": (
-        on_mesh("Llama", {"tp": 2}, sequence_parallel=True),
-        OF_TRANSFORMERS,
-    ),
-    "pipeline": (on_mesh("Llama", {"pp": 2}, num_microbatches=2), {"wait": 4}),
-    # One for each of four layers: how many tokens come.
-    "experts": (on_mesh("Mixtral", {"dp": 2, "ep": 2}), {**OF_TRANSFORMERS, "down": 4}),
-    # A copy of all weights up, of all gradients down, for each of two servers.
-    "parameter server": (serve, {"up": 2, "down": 2}),
-    # The digests of a forward pass.
-    "partitioned activations": (partitioned(), {"down": 1}),
-    "partitioned activations, on the host": (partitioned(offload="cpu"), {"down": 1}),
-    "partitioned activations, not checked": (partitioned(offload="cpu", check=False), {}),
-}
 
 
 def count(rank: int, device: str, name: str) -> tuple[dict[str, int], list[str]]:
     """In the third step."""
-    step = SYSTEMS[name][0](place(device, rank))
+    _, step = SYSTEMS[name][0](place(device, rank))
     step()
     step()
     with Waits() as waits:
