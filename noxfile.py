@@ -311,8 +311,8 @@ def gpu(session: nox.Session) -> None:
         session.warn(f"pip could not install {NCCL}: the kit is without it")
     wheels = Path(session.virtualenv.location) / "compared"
     for name in gpu_kit.COMPARED:
-        options = ("--no-deps", "--only-binary", ":all:", "--dest", str(wheels))
-        session.run("pip", "download", "-q", *options, name, success_codes=[0, 1])
+        words = ("--no-deps", "--only-binary", ":all:", "--dest", str(wheels))
+        session.run("pip", "download", "-q", *words, name, success_codes=[0, 1])
         if not any(wheels.glob(f"{name.replace('-', '_')}-*-none-any.whl")):
             session.warn(f"pip has no wheel of {name} for all machines: the kit is without it")
     built = [
