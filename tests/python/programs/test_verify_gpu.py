@@ -297,7 +297,7 @@ def test_rows_fit_ten_minutes_and_the_page() -> None:
 
 
 def test_rows_are_named(checkout: Path) -> None:
-    for wrong in ("-x", "Probe"):
+    for wrong in ("-x", "+1"):
         status, said = run(checkout, wrong)
         assert status == 2
         assert "usage: gpu-kit/run [ROW,... | CHECK,...]" in said
