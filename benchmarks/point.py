@@ -126,7 +126,8 @@ def measure_verified(
 
     def attempt() -> tuple[Any, ...]:
         before = {label: num_calls(group) for label, group in bench.groups.items()}
-        contenders = {label: make(group) for label, group in bench.groups.items()} | (beside or {})
+        contenders = {label: make(group) for label, group in bench.groups.items()}
+        contenders |= beside or {}
         floors = [floor()]
         timings = measure(bench.team, contenders, bench.seconds)
         floors += [floor()] if bench.device.type == "cpu" else []
