@@ -97,7 +97,7 @@ types: check-python  ## check the types with mypy
 	@status=0; $(TYPED) ringcomm kernels benchmarks tools tests _ringcomm noxfile.py || status=1; \
 	$(TYPED) examples || status=1; exit $$status
 
-gpu-kit: check-python  ## build the folder gpu-kit for a machine with a GPU, where gpu-kit/run 1 to gpu-kit/run 5 use it
+gpu-kit: check-python  ## build the folder gpu-kit for a machine with a GPU, where gpu-kit/run uses it
 	@$(PREPARE) --need nvcc --no-torch
 	@$(PREPARE) --no-torch --need nox -- -m nox -s gpu --error-on-missing-interpreters -- kit
 

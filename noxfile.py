@@ -309,9 +309,15 @@ def gpu(session: nox.Session) -> None:
     nccl = next(target.rglob("libnccl.so.2"), None)
     if nccl is None:
         session.warn(f"pip could not install {NCCL}: the kit is without it")
+    wheels = Path(session.virtualenv.location) / "compared"
+    for name in gpu_kit.COMPARED:
+        words = ("--no-deps", "--only-binary", ":all:", "--dest", str(wheels))
+        session.run("pip", "download", "-q", *words, name, success_codes=[0, 1])
+        if not any(wheels.glob(f"{name.replace('-', '_')}-*-none-any.whl")):
+            session.warn(f"pip has no wheel of {name} for all machines: the kit is without it")
     built = [
         *Path("ringcomm").glob("_*.so"),
         *map(Path, ("build/gpu/kernel_sweep", "build/gpu/probe")),
     ]
-    if fault := gpu_kit.fill(built, nccl, ARCH, files):
+    if fault := gpu_kit.fill(built, nccl, ARCH, wheels.glob("*-none-any.whl"), files):
         session.error(fault)

@@ -21,7 +21,7 @@ from cells import BUSY, Columns, Record, before_after, comparison, microseconds
 from groups import MPI, labelled, open_groups, run_ranks
 from harness import Bench, Options
 from operations import DEVICE_KIND, OPERATIONS, RINGCOMM
-from point import Method, Point, measure_device_point, measure_point
+from point import ADD, Method, Point, measure_device_point, measure_point
 from report import Report, table_of
 
 from ringcomm.measure.ranks import joined_world_size, mpi_world_size
@@ -65,10 +65,8 @@ def _check_on_cpu(options: Options) -> None:
 
 
 def _check_on_devices(options: Options) -> None:
-    if options.graph and options.device != "cuda":
-        raise ValueError("--graph needs --device cuda")
-    if options.mps and options.device != "cuda":
-        raise ValueError("--mps is for CUDA devices only")
+    if options.graph and not hasattr(torch.get_device_module(options.device), "CUDAGraph"):
+        raise ValueError(f"--graph: {options.device} has no graphs")
     if options.mps and joined_world_size() is not None:
         raise ValueError(
             "--mps cannot be used under a launcher, which would have to start MPS itself:"
@@ -205,7 +203,8 @@ def measure(options: Options, report: Report) -> None:
         from plot import draw_bandwidths
 
         try:
-            draw_bandwidths(report.records, options.plot, options.title)
+            drawn = [record for record in report.records if record["backend"] != ADD]
+            draw_bandwidths(drawn, options.plot, options.title)
             report.console.print(f"plot: {options.plot}")
         except ModuleNotFoundError as error:
             report.console.print(f"no plot: {error.name} is not installed")

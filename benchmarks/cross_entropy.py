@@ -114,6 +114,18 @@ PEERS: dict[str, Callable[[], Loss]] = {
     "liger": _liger,
     "quack": _quack,
 }
+
+
+def _is_there(name: str) -> bool:
+    """Whether a peer's packages are; says which is not."""
+    try:
+        PEERS[name]()
+    except ImportError as error:
+        print(f"not available: {name}: {error}", flush=True)
+        return False
+    return True
+
+
 # The gradient that an in-place way leaves in the logits.
 OVERWRITING = (IN_PLACE, IN_FORWARD, BY_TRITON, "liger")
 
@@ -229,9 +241,10 @@ def run_rank(bench: Bench, options: Options) -> None:
     if bench.team.world_size > 1:
         open_default_group(bench.team, "ringcomm")
     torch.set_num_threads(options.threads)
+    peers = [name for name in options.peers if _is_there(name)]
     for dtype, vocab_size in product(options.dtypes, options.vocabularies):
         inputs = _inputs(options.tokens, vocab_size, getattr(torch, dtype), bench.device)
-        contenders, wrong, memory = _contenders(bench, options.peers, inputs)
+        contenders, wrong, memory = _contenders(bench, peers, inputs)
         point = {"num_tokens": options.tokens, "vocab_size": vocab_size, "dtype": dtype}
         records = bench.race(contenders, RINGCOMM, wrong, **point)
         bench.report([r | {"extra_bytes": memory[r["way"]]} for r in records])

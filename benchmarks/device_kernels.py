@@ -5,7 +5,6 @@
 
     linear       linear_sgd_update_ by addmm, and by rows: stochastic, split, clipped; beside the
                  product alone, and beside product and sgd_update_
-    linear_plans the stochastic one by products of 8 to 64 MiB at a time, beside the product alone
     embedding    embedding_sgd_update_ with the ids of a text, with and without decay
     sgd          sgd_update_ beside torch's add_, and a copy of the weights as a floor
     linear_loss  linear_cross_entropy beside torch's, forward and backward, and beside its three
@@ -22,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import harness  # before torch: it sets the number of threads
 import torch
@@ -32,10 +30,8 @@ from torch.nn import functional
 
 from _ringcomm.values import words
 from ringcomm import ops
-from ringcomm.ops import triton_kernels as plans
 
 LR = 1e-4
-PIECES_MIB = (16, 8, 32, 64)  # today's plan for 4096 columns and rows first
 STEP = (LR, 0.0, 1.0)  # and no weight decay, and no scale
 _ops: Any = torch.ops.ringcomm
 Ways = dict[str, Callable[[], object]]
@@ -72,19 +68,6 @@ def _linear(shape: Shape, device: torch.device) -> Ways:
         "product": lambda: grad.t() @ x,
         "product, sgd_update_": lambda: _ops.sgd_update_(weight, grad.t() @ x, *STEP),
     }
-
-
-def _linear_plans(shape: Shape, device: torch.device) -> Ways:
-    ways = _linear(shape, device)
-    row_bytes = 4 * shape.columns
-
-    def by_products_of(num_mib: int) -> None:
-        rows = min(shape.rows, max(1, (num_mib << 20) // row_bytes))
-        with patch.object(plans, "rows_per_product", lambda *_: rows):
-            ways["stochastic"]()
-
-    made = {f"{num_mib} MiB at a time": partial(by_products_of, num_mib) for num_mib in PIECES_MIB}
-    return {**made, "product": ways["product"]}
 
 
 def _embedding(shape: Shape, device: torch.device) -> Ways:
@@ -144,7 +127,6 @@ def _linear_loss(shape: Shape, device: torch.device) -> Ways:
 
 CASES: dict[str, tuple[Callable[[Shape, torch.device], Ways], tuple[Shape, ...]]] = {
     "linear": (_linear, (Shape(8192, 4096, 4096), Shape(8192, 4096, 14336))),
-    "linear_plans": (_linear_plans, (Shape(8192, 4096, 4096), Shape(8192, 4096, 14336))),
     "embedding": (_embedding, (Shape(8192, 4096, 128256),)),
     "sgd": (_sgd, (Shape(1, 4096, 14336),)),
     "linear_loss": (_linear_loss, (Shape(8192, 4096, 128256), Shape(16384, 2048, 32000))),

@@ -2,7 +2,7 @@
 """Steps and peak memory of a Llama of transformers, random weights, on one device, by optimizer.
 
     python benchmarks/llama_memory.py --device cuda
-    python benchmarks/llama_memory.py --device cuda --grow
+    python benchmarks/llama_memory.py --device cuda --profile FOLDER
     python benchmarks/llama_memory.py --device cuda --predict --ways Lomo --size 65b --layers 80 \
         --rows 1 --tokens 2048
 
@@ -12,17 +12,19 @@ modes, and lomo_optim's Lomo where that is installed. "linear loss": ringcomm's 
 in place of the model's own loss, whose logits and their copies in fp32 are the peak. Each has a
 process of its own, so that running out of memory does not end the run. Beside the peak is one
 gradient: the bytes of the largest weight, which an update in the backward pass may need beyond the
-forward pass. --grow: the most layers with which 1 row of 2048 tokens is trained, by Lomo and by
-AdamW. --predict: each way says first what it will take of torch's allocator, and does not begin
-where the GPU has less.
+forward pass. --predict: each way says first what it will take of torch's allocator, and does not
+begin where the GPU has less. --profile: all ways in one process, with torch.profiler's table and
+trace of two steps of each.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import harness  # before torch: it sets the number of threads
@@ -31,6 +33,8 @@ from groups import run_ranks
 from harness import Options, Report, flag
 from predicted_memory import CUBLAS_BYTES, traced
 from torch import Tensor, nn
+from torch.profiler import profile as torch_profiler
+from torch.profiler import schedule
 
 from _ringcomm.status import RankError
 from _ringcomm.values import words
@@ -41,9 +45,8 @@ from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 LR = 1e-3
 CLIP_NORM = 1.0
 NUM_STEPS = 5
-# The initial number of layers of --grow, which doubles it until it does not fit and then bisects.
-FIRST_LAYERS = 16
-MAX_LAYERS = 4096
+PROFILED = schedule(wait=0, warmup=NUM_STEPS - 2, active=2)
+NUM_TABLE_ROWS = 60
 NUM_PREDICTED_STEPS = 2  # what the others take is the same
 GIB = 1 << 30
 # A billion weights; layers of LLaMA-65B, which has 80; and a size for tests: width, width of the
@@ -73,7 +76,6 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 }
 LINEAR_LOSS = " linear loss"
 WAYS |= {f"{way}{LINEAR_LOSS}": WAYS[way] for way in ("forward only", "SGD", "Lomo")}
-GROWN = ("Lomo", "AdamW")
 PREDICTED = ("forward only", "SGD", "Lomo")  # which run on meta tensors
 
 
@@ -102,10 +104,15 @@ def make_model(size: str, num_layers: int, num_tokens: int, device: torch.device
 
 
 def train(
-    way: str, options: Options, num_layers: int, device: torch.device, num_steps: int = NUM_STEPS
+    way: str,
+    options: Options,
+    num_layers: int,
+    device: torch.device,
+    num_steps: int = NUM_STEPS,
+    on_step: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Runs some steps; returns the fastest one's seconds, peak memory, and losses."""
-    rows, num_tokens = (1, 2 * options.tokens) if options.grow else (options.rows, options.tokens)
+    rows, num_tokens = options.rows, options.tokens
     torch.manual_seed(0)
     model = make_model(options.size, num_layers, num_tokens, device)
     ids = torch.randint(model.config.vocab_size, (rows, num_tokens), device=device)
@@ -121,6 +128,7 @@ def train(
         if _is_counted(device):
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - begin)
+        on_step()
     weights = list(model.parameters())
     return {
         "num_params": sum(weight.numel() for weight in weights),
@@ -271,22 +279,29 @@ def attempt(
     return found or None
 
 
-def grow(way: str, options: Options, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """The result with the most layers that fit."""
-    best, fits, limit = None, 0, MAX_LAYERS
-    num_layers = FIRST_LAYERS
-    while fits < num_layers < limit and num_layers - fits >= max(1, fits // 16):
-        try:
-            found = attempt(way, options, num_layers, say)
-        except RefusedError as error:
-            found = None
-            say(str(error))
-        if found is None:
-            limit = num_layers
-        else:
-            best, fits = found, num_layers
-        num_layers = 2 * fits if limit == MAX_LAYERS else (fits + limit) // 2
-    return best
+def profile(ways: list[str], options: Options, report: Report) -> None:
+    """Runs each way in one process, under a profiler; a table and a trace of each in a folder."""
+
+    def main(team: Team) -> None:
+        device = options.placement.take(0)
+        for way in ways:
+            if _is_counted(device):
+                gc.collect()  # the model and the optimizer of the way before
+                torch.get_device_module(device).empty_cache()
+                torch.get_device_module(device).reset_peak_memory_stats(device)
+            path = options.profile / f"llama_memory-{way.replace(' ', '_')}"
+            write = partial(_write_profile, path)
+            with torch_profiler(schedule=PROFILED, on_trace_ready=write) as seen:
+                found = train(way, options, options.layers, device, NUM_STEPS, seen.step)
+            team.report({"way": way, **found, "verified": True})
+
+    run_ranks(1, main, lambda record: report.add([record]))
+
+
+def _write_profile(path: Path, seen: Any) -> None:
+    table = seen.key_averages().table("self_device_time_total", row_limit=NUM_TABLE_ROWS)
+    path.with_suffix(".txt").write_text(table, encoding="utf-8")
+    seen.export_chrome_trace(f"{path}.json.gz")
 
 
 def measure(options: Options, report: Report) -> None:
@@ -296,19 +311,24 @@ def measure(options: Options, report: Report) -> None:
     """
     from transformers import LlamaForCausalLM  # noqa: F401 - seconds' worth, before the forks
 
+    ways = [*(options.ways or WAYS)]
+    try:
+        importlib.import_module("lomo_optim")
+    except ImportError as error:
+        report.console.print(f"not available: lomo_optim: {error}")
+        ways = [way for way in ways if way != "lomo_optim"]
+    if options.profile is not None:
+        profile(ways, options, report)
+        return
     refused = []
-    for name in options.ways or (GROWN if options.grow else WAYS):
-        if name == "lomo_optim" and importlib.util.find_spec("lomo_optim") is None:
-            report.console.print("not available: lomo_optim is not installed")
-            continue
-        run = grow if options.grow else partial(attempt, num_layers=options.layers)
+    for name in ways:
         try:
-            found = run(name, options, say=report.console.print)
+            found = attempt(name, options, options.layers, report.console.print)
         except RefusedError as error:
             refused.append(str(error))
             continue
         if found is not None:
-            report.add([{"way": name, "grown": options.grow, **found, "verified": True}])
+            report.add([{"way": name, **found, "verified": True}])
     if refused:
         raise RankError("; ".join(refused))
 
@@ -337,7 +357,7 @@ PROGRAM = harness.Program(
         flag("--rows", int, 8),
         flag("--tokens", int, 1024, "of a row"),
         flag("--ways", words, None, "some of them, separated by commas", known=WAYS),
-        ("--grow", {"action": "store_true", "help": "find the largest model that fits instead"}),
+        flag("--profile", Path, None, "profile two steps of each, into a folder", metavar="FOLDER"),
         ("--predict", {"action": "store_true", "help": "say the peak before it is reached"}),
     ],
     check=check,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -114,8 +114,11 @@ def measure_verified(
     count_wrong: Callable[[], dict[str, int]],
     make: Callable[[Any], Contender],
     floor: Callable[[], Any],
+    beside: Mapping[str, Contender] | None = None,
 ) -> tuple[list[Record], list[Any]]:
     """Verifies, times (again while the machine is disturbed) and verifies again. Collective.
+
+    What is timed beside the groups, by label, is not verified.
 
     Returns, of the attempt with the least disturbance, on rank 0 a record per group with its
     algorithms, and the floors of memory before and, on CPUs, after it.
@@ -124,19 +127,21 @@ def measure_verified(
     def attempt() -> tuple[Any, ...]:
         before = {label: num_calls(group) for label, group in bench.groups.items()}
         contenders = {label: make(group) for label, group in bench.groups.items()}
+        contenders |= beside or {}
         floors = [floor()]
         timings = measure(bench.team, contenders, bench.seconds)
         floors += [floor()] if bench.device.type == "cpu" else []
         after = {label: num_calls(group) for label, group in bench.groups.items()}
         return timings, floors, {n: algorithms_used(before[n], after[n]) for n in bench.groups}
 
-    wrong = count_wrong()
+    wrong = count_wrong() | dict.fromkeys(beside or {}, 0)
     (timings, floors, algorithms), conditions = bench.watch.calmest(attempt, bench.repeats)
     for label, count in count_wrong().items():
         wrong[label] += count
     records = records_of(timings or {}, subject_of(bench), wrong)
     return [
-        {**record, "algorithms": algorithms[record["backend"]], **conditions} for record in records
+        {**record, "algorithms": algorithms.get(record["backend"], []), **conditions}
+        for record in records
     ], floors
 
 
@@ -180,15 +185,16 @@ NUM_ROUNDS_BEFORE_CAPTURE = 4
 
 def captured(calls: list[Call], device: torch.device) -> Call:
     """A CUDA graph of calls on the current device, in order; replays it. Collective."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    module: Any = torch.get_device_module(device)
+    stream = module.Stream(device)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
         for call in calls * NUM_ROUNDS_BEFORE_CAPTURE:
             call()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
+    module.synchronize(device)
+    graph = module.CUDAGraph()
     # Thread-local, because NCCL's threads query events during the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with module.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
     replay: Call = graph.replay
@@ -200,6 +206,9 @@ ROTATED_BYTES = 256 << 20
 MAX_BUFFERS = 32
 # Between two events: to record one took the host 16 µs under MPS on an H200, and a call 18.
 CALLS_PER_EVENT = 8
+# Timed beside eager calls of few bytes, which take the host's time.
+ADD = "add_"
+MAX_ADD_BYTES = 64 << 10
 # Backends whose calls a CUDA graph can capture; Gloo's run on the host.
 CAPTURABLE = ("ringcomm", "nccl")
 
@@ -257,6 +266,17 @@ def _groups(bench: Bench, method: Method) -> dict[str, Any]:
     }
 
 
+def _by_events(bench: Bench, calls: list[Call]) -> Contender:
+    """Eager calls in turn, several between two events."""
+    turns = itertools.cycle(calls)
+
+    def several() -> None:
+        for _ in range(CALLS_PER_EVENT):
+            next(turns)()
+
+    return EventContender(several, bench.align, device=bench.device, num_calls=CALLS_PER_EVENT)
+
+
 def _contender(bench: Bench, point: Point, sets: list[Buffers], group: Any) -> Contender:
     wait = bench.align
     calls = [point.operation.bound(buffers, group) for buffers in sets]
@@ -264,14 +284,9 @@ def _contender(bench: Bench, point: Point, sets: list[Buffers], group: Any) -> C
         in_turn = [calls[position % len(calls)] for position in range(point.method.graph_calls)]
         replay = captured(in_turn, bench.device)
         return EventContender(replay, wait, device=bench.device, num_calls=len(in_turn))
-    turns = itertools.cycle(calls)
     if point.method.clock == "events":
-
-        def several() -> None:
-            for _ in range(CALLS_PER_EVENT):
-                next(turns)()
-
-        return EventContender(several, wait, device=bench.device, num_calls=CALLS_PER_EVENT)
+        return _by_events(bench, calls)
+    turns = itertools.cycle(calls)
 
     def until_done() -> None:
         next(turns)()
@@ -297,11 +312,14 @@ def measure_device_point(bench: Bench, placement: Placement, point: Point) -> li
     def prepare(call: Call) -> Call:
         return captured([call], bench.device) if point.method.graph_calls else call
 
+    # Of the host: what any operation of torch costs it.
+    is_small = point.method == Method() and num_bytes <= MAX_ADD_BYTES and operation.has_data
     records, (speeds, *_) = measure_verified(
         bench,
         partial(count_wrong, bench, operation, sets[0], prepare),
         partial(_contender, bench, point, sets),
         partial(measure_speeds, bench.team, placement),
+        {ADD: _by_events(bench, [partial(sets[0].output.add_, 0)])} if is_small else {},
     )
     in_memory = operation.memory_factor(world_size) * num_bytes * placement.share(world_size)
     floor_us = speeds.floor_us(in_memory, operation.bus_factor(world_size) * num_bytes)

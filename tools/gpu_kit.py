@@ -1,7 +1,7 @@
 """The kit for a machine with a GPU: what is compiled, so that nothing has to be compiled there.
 
-gpu-kit has the extensions, kernel_sweep, probe, an NCCL that serves ranks of one GPU where pip has
-it, and `run`. A session of noxfile.py builds what goes into it.
+gpu-kit has the extensions, kernel_sweep, probe, `run`, and where pip has them an NCCL that serves
+ranks of one GPU, and wheels of libraries to compare with. A session of noxfile.py builds it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from buildconfig import ROOT
 KIT = ROOT / "gpu-kit"
 KIT_MIB = 54
 TRANSFER_MIB = 64  # of the kit and the checkout together
+# Libraries that rows are compared with, in Python alone.
+COMPARED = ("liger-kernel", "quack-kernels", "lomo-optim")
 
 
 def with_code_of(arch: int, library: Path) -> bytes:
@@ -51,8 +53,14 @@ def with_code_of(arch: int, library: Path) -> bytes:
     return bytes(data)
 
 
-def fill(built: Iterable[Path], nccl: Path | None, arch: int, sources: Iterable[Path]) -> str:
-    """Fills gpu-kit with what was built and any NCCL; says how large it is, and returns a fault."""
+def fill(
+    built: Iterable[Path],
+    nccl: Path | None,
+    arch: int,
+    wheels: Iterable[Path],
+    sources: Iterable[Path],
+) -> str:
+    """Fills gpu-kit with what was built and pip's; says how large it is, and returns a fault."""
     shutil.rmtree(KIT, ignore_errors=True)
     KIT.mkdir()
     for path in built:
@@ -61,7 +69,8 @@ def fill(built: Iterable[Path], nccl: Path | None, arch: int, sources: Iterable[
     if nccl is not None:
         with lzma.open(KIT / "libnccl.so.2.xz", "wb", preset=6) as packed:
             packed.write(with_code_of(arch, nccl))
-    shutil.copy2(ROOT / "tools" / "gpu_kit_run", KIT / "run")
+    for path in (*wheels, ROOT / "tools" / "gpu_kit_run"):
+        shutil.copy2(path, KIT / ("run" if path.name == "gpu_kit_run" else path.name))
     return fault_of_size(KIT, sources)
 
 

@@ -1,15 +1,18 @@
 """Builds, tests and measures on a machine with a GPU, and records the results.
 
-Usage: python tools/verify_gpu.py [--only NAME,... | --from NAME] [--budget-s S] [--out FOLDER]
+Usage: python tools/verify_gpu.py [--only NAME,... | --rows NUMBER,... | --from NAME] [--small]
+                                  [--budget-s S] [--out FOLDER]
        python tools/verify_gpu.py --layout NAME,... [-- PYTEST ARGS...]
        python tools/verify_gpu.py --take FOLDER
 
 The checks of benchmarks/gpu/checks.toml run one after the other, each within its limit and what is
-left of the budget. The last lines printed are the commands that run what remains. The active Python
-and its torch are used. The folder, $OUT by default, gets verify.log, records and plots. Records are
-compared with the file's aims: each is printed as met, or by how much it is missed. The file gets
-each check's last run and the driver's answers, and so do checks.jsonl and probe.jsonl in the
-folder: --take writes those into the file of another checkout, also of a run that was cut off.
+left of the budget; with --rows those that have these numbers there, or "all" of them. With --small
+they run on small sizes, on the device that $DEVICE names. The last line printed is the command that
+runs what remains. The active Python and its torch are used. The folder, $OUT by default, gets
+verify.log, records and plots. Records are compared with the file's aims: each is printed as met, or
+by how much it is missed. The file gets each check's last run and the driver's answers, and so do
+checks.jsonl and probe.jsonl in the folder: --take writes those into the file of another checkout,
+also of a run that was cut off.
 
 With --layout, the GPU tests (or the given ones) run with so many ranks on one GPU or on all, under
 NVIDIA's Multi-Process Service or without. The status is 1 when something failed, or when there is a
@@ -55,7 +58,8 @@ LAYOUT_S = 420.0  # of a layout, if no check says another limit
 MIN_DRIVER = 580  # of CUDA 13, for which torch and the kernels are built
 MIN_FREE_MIB = 8 << 10
 GO_ON = "python tools/verify_gpu.py --only build,"
-END_S = 45.0  # for a program to end its children, including MPS
+END_S = 5.0  # before its limit a check is interrupted: to write what it has, and end MPS
+SPARE_S = 3.0  # before that, programs end that know their limit
 MAX_FAILED = 3  # tests of a command: 25 that time out would be a whole check
 NO_TESTS = 5  # pytest's status where no test was selected
 # Ranks (0: tests that start none; None: one for each GPU, two under MPS), the GPUs, and MPS.
@@ -80,9 +84,9 @@ POINT = ("op", "bytes", "dtype", "mode", "case", "shape", "vocab_size", "world_s
 
 
 class Check(NamedTuple):
-    """A shell command, or why there is none; seconds; what it needs.
+    """A shell command, or why there is none; seconds; what it needs; its row; its small sizes.
 
-    That is "MPS", "2 GPUs", a module, a program, or a file that `make` has built.
+    It needs "MPS", "2 GPUs", a module, a program, or a file that `make` has built.
     """
 
     name: str
@@ -90,6 +94,8 @@ class Check(NamedTuple):
     limit_s: float
     needs: tuple[str, ...]
     not_scripted: str = ""
+    row: int = 0
+    small: str = ""
 
 
 class Aim(NamedTuple):
@@ -121,6 +127,8 @@ def load(path: Path) -> tuple[list[Check], list[Aim]]:
                 float(table.get("limit_s", 0)),
                 tuple(table.get("needs", ())),
                 table.get("not_scripted", ""),
+                table.get("row", 0),
+                table.get("small", ""),
             )
             for table in tables.get("check", ())
         ],
@@ -269,19 +277,19 @@ def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
 
 
 def run(command: list[str], limit_s: float, **options: Any) -> int | None:
-    """Runs a command; returns its status, or None if it reached the limit. Its children end too.
+    """Runs a command; returns its status, or None if it was interrupted. Its children end too.
 
-    At the limit it is interrupted first: pytest says what has failed, and programs end their MPS.
+    It is interrupted before the limit: pytest says what has failed, and programs end their MPS.
     """
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, **options
     )
     try:
-        return process.wait(limit_s)
+        return process.wait(max(limit_s / 2, limit_s - END_S))
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
+            process.wait(min(limit_s / 2, END_S))
         return None
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -382,6 +390,7 @@ def environment(archs: list[str], out: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "RINGCOMM_CUDA": "1",
         "RINGCOMM_CUDA_ARCHS": " ".join(sorted(set(archs))),
+        "DEVICE": "cuda",
         **os.environ,
         "PYTHON": sys.executable,
         "PYTHONUNBUFFERED": "1",
@@ -394,14 +403,15 @@ def environment(archs: list[str], out: Path) -> dict[str, str]:
 
 
 def verify(
-    checks: list[Check], out: Path, budget_s: float, path: Path
+    checks: list[Check], out: Path, budget_s: float, path: Path, *, is_small: bool = False
 ) -> tuple[dict[str, str], list[str]]:
     """Runs checks in turn; what became of each, and those that are left for another command.
 
     Those had no time, or were stopped by the budget. At least one check is run, besides the build.
+    Small sizes have no aims, and the file does not get their results.
     """
     archs, deadline = gpu_archs(), time.monotonic() + budget_s
-    env, aims = environment(archs, out), load(path)[1]
+    env, aims = environment(archs, out), [] if is_small else load(path)[1]
     found: dict[str, str] = {}
     left: list[str] = []
     num_run = 0
@@ -418,6 +428,7 @@ def verify(
         if reason is None:
             files = records_in(out, {})[1]
             keep(out, check.name, "stopped")  # unless something else follows
+            env["SMALL"] = check.small if is_small else ""
             status = run_check(check, min(check.limit_s, left_s), out / "verify.log", env)
             records = records_in(out, files)[0]
             own = [aim for aim in aims if check.name in aim.checks and status != "not run"]
@@ -431,9 +442,9 @@ def verify(
             text = keep(out, check.name, status, f", aims: {said}" if said else "")
             if status == "stopped" and left_s < check.limit_s and num_run > 0:
                 left.append(check.name)
-            elif status != "not run":
+            elif status != "not run" and not is_small:
                 write(path, check.name, "last_run", text)
-            if check.name == "probe":
+            if check.name == "probe" and not is_small:
                 write_answers(path, out)
             num_run += check.name != "build"
         found[check.name] = status
@@ -453,8 +464,9 @@ def keep(out: Path, name: str, status: str, aims: str = "") -> str:
 
 def run_check(check: Check, limit_s: float, log: Path, env: dict[str, str]) -> str:
     """Runs a check's command; its output goes to the log as it comes."""
-    command = re.sub(r"(?<!\S)python ", f"{shlex.quote(sys.executable)} ", check.command)
-    env = {**env, "LAYOUTS_S": str(max(1.0, limit_s - END_S))}
+    command = re.sub(r"(?<![^\s'])python ", f"{shlex.quote(sys.executable)} ", check.command)
+    own_s = limit_s - END_S - SPARE_S
+    env = {**env, "LIMIT_S": f"{max(1, own_s):.0f}", "LAYOUTS_S": str(max(1.0, own_s))}
     begin = time.monotonic()
     with log.open("a", encoding="utf-8") as output:
         print(f"\n== {check.name}: {command}", file=output, flush=True)
@@ -470,19 +482,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
     checks = {check.name: check for check in load(CHECKS)[0]}
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
     add("--only", metavar="NAME,...", help="these checks alone")
+    add("--rows", metavar="NUMBER,...", help="the checks of these rows alone, or of all")
+    add("--small", action="store_true", help="small sizes: a test of the checks")
     add("--from", dest="first", metavar="NAME", help="the build, this check and those after it")
     add("--layout", metavar="NAME,...", help=f"the tests of {', '.join(LAYOUTS)}; or every")
     add("--take", type=Path, metavar="FOLDER", help="write its results into the file, and run none")
     add("--budget-s", type=float, default=BUDGET_S, help="of all checks")
     add("--out", type=Path, default=out, metavar="FOLDER", help="for results")
     add("--go-on", default=GO_ON, help="the command that the names of checks that are left follow")
-    add("--then", metavar="COMMAND", help="what to run after the checks that are left")
     add("arguments", nargs="*", metavar="PYTEST ARGS", help="with --layout")
     options = parser.parse_args(argv)
     names = list(checks)
     if options.first in checks:
         names = ["build", *names[names.index(options.first) :]]
     only = options.only.split(",") if options.only else names
+    if options.rows:
+        rows = {str(check.row) for check in checks.values() if check.row}
+        wanted = rows if options.rows == "all" else {*options.rows.split(",")}
+        if not wanted <= rows:
+            parser.error(f"unknown rows {', '.join(sorted(wanted - rows))}")
+        only = [name for name, check in checks.items() if str(check.row) in wanted]
     layouts = [] if options.layout is None else options.layout.split(",")
     asked = {*only, options.first or "build"}
     unknown = asked - {*checks} | {*layouts} - {*LAYOUTS, "every"}
@@ -503,7 +522,7 @@ def main(argv: list[str]) -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        found, left = verify(options.checks, out, options.budget_s, CHECKS)
+        found, left = verify(options.checks, out, options.budget_s, CHECKS, is_small=options.small)
     except RuntimeError as error:
         print(error)
         return 1
@@ -512,8 +531,6 @@ def main(argv: list[str]) -> int:
         limits = {check.name: check.limit_s for check in options.checks}
         seconds = sum(limits[name] for name in left)
         print(f"go on with: {options.go_on}{','.join(left)} ({seconds:.0f} s at most)")
-    if options.then:
-        print(f"then: {options.then}")
     return int(any(status in ("failed", "stopped") for status in found.values()))
 
 

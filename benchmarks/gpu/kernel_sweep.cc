@@ -33,22 +33,24 @@ struct Options {
   int ranks = 2;
   int rounds = 10;
   int limit_s = 120;
+  int calls = 0;   // of a graph; 0: by their size
   int spoil = -1;  // a rank that spoils an element of what it reads back: a test of the check
   std::vector<std::size_t> sizes = {1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20,
                                     4 << 20, 16 << 20, 64 << 20, 256 << 20};
 };
 
 constexpr const char* kUsage =
-    "usage: kernel_sweep [--ranks N] [--sizes BYTES,...] [--rounds N] [--limit-s S]\n"
+    "usage: kernel_sweep [--ranks N] [--sizes BYTES,...] [--rounds N] [--calls N]\n"
+    "                    [--limit-s S]\n"
     "Prints a line of JSON for each operation, type, size and path, and for several numbers of\n"
     "blocks. Each round visits the points in another random order; there are fewer rounds where\n"
     "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the\n"
     "slowest rank, divided by them; predicted_us is what gpu/latency_model.h says, of a GPU that\n"
     "copies as fast as this one does (as an H200, if no copy of 64 MiB is measured); gb_per_s is\n"
     "a rank's longer buffer by the median; copy_share is the time of a copy of what all ranks\n"
-    "must read and write at least, divided by the median. benchmarks/sweep_table.py shows lines.\n"
+    "must read and write at least, divided by the median.\n"
     "The status is 1 where a result is wrong or a rank fails. Ranks share GPU 0, under MPS.\n"
-    "They map each other's memory by file descriptor, as groups of torch do, or by IPC handle.";
+    "They map each other's memory by file descriptor, as groups of torch do.";
 
 /// One rank's part of the sweep.
 class Sweep {
@@ -159,7 +161,10 @@ class Sweep {
   }
   /// With its graph, unless the path does not take so many bytes.
   void add(Point point) {
-    point.num_calls = point.num_bytes <= 64 << 10 ? 50 : point.num_bytes <= 4 << 20 ? 20 : 4;
+    point.num_calls = options_.calls > 0            ? options_.calls
+                      : point.num_bytes <= 64 << 10 ? 50
+                      : point.num_bytes <= 4 << 20  ? 20
+                                                    : 4;
     point.planned = {.path = Path::kCopy,
                      .num_ranks = page_.num_ranks,
                      .num_bytes = static_cast<double>(point.num_bytes)};
@@ -352,6 +357,7 @@ Options parse(int argc, char** argv) {
   Options options;
   const std::map<std::string, int*> numbers = {{"--ranks", &options.ranks},
                                                {"--rounds", &options.rounds},
+                                               {"--calls", &options.calls},
                                                {"--limit-s", &options.limit_s},
                                                {"--spoil", &options.spoil}};
   for (int i = 1; i + 1 < argc; i += 2) {

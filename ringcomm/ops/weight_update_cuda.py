@@ -36,19 +36,19 @@ for _name in ("sgd", "linear_sgd", "embedding_sgd", "adalomo"):
 
 @torch.library.register_fake("ringcomm::square_sums")
 def _(grad: Tensor, *options: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    return _square_sums(grad, *((1, 1) if grad.device.type == "cpu" else _programs(grad)))
+    return _square_sums(grad, *(_programs(grad) if grad.is_cuda else (1, 1)))
 
 
 @torch.library.register_fake("ringcomm::adalomo_moments_")
 def _(row: Tensor | None, col: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     _check_devices(row, col, *args)
-    return _factors(row, col, is_in_parts=col.device.type != "cpu")
+    return _factors(row, col, is_in_parts=col.is_cuda)
 
 
 @torch.library.register_fake("ringcomm::adalomo_squares")
 def _(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> Tensor:
     _check_devices(weight, low, *args)
-    num_parts = 1 if weight.device.type == "cpu" else math.prod(_programs(weight))
+    num_parts = math.prod(_programs(weight)) if weight.is_cuda else 1
     return weight.new_empty([2, num_parts], dtype=torch.float64)
 
 

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -179,6 +181,34 @@ c10::DeviceIndex index_of(c10::Device device) {
 
 cuda::EventHandle event_of(void* event) { return static_cast<cuda::EventHandle>(event); }
 
+/// When timed events were reached.
+class EventTimes {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// Before the event is recorded on the stream.
+  void stamp(void* event, const c10::Stream& stream) {
+    auto time = std::make_shared<Clock::time_point>();
+    {
+      const std::lock_guard lock(mutex_);
+      times_[event] = time;
+    }
+    launch(stream, [time] { *time = Clock::now(); });
+  }
+  Clock::time_point of(void* event) {
+    const std::lock_guard lock(mutex_);
+    return *times_.at(event);
+  }
+  void forget(void* event) {
+    const std::lock_guard lock(mutex_);
+    times_.erase(event);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<void*, std::shared_ptr<Clock::time_point>> times_;
+};
+
 struct EmulatedGpuGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kEmulatedGpu; }
 
@@ -229,7 +259,11 @@ struct EmulatedGpuGuard final : c10::impl::DeviceGuardImplInterface {
       check(driver().event_create(&handle, flags), "make an event");
       *event = handle;
     }
+    if (flag == c10::EventFlag::BACKEND_DEFAULT) times_.stamp(handle, stream);
     check(driver().event_record(handle, handle_of(stream)), "record an event");
+  }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    return std::chrono::duration<double, std::milli>(times_.of(end) - times_.of(begin)).count();
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
@@ -244,11 +278,16 @@ struct EmulatedGpuGuard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) check(driver().event_synchronize(event_of(event)), "wait for an event");
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    if (event != nullptr) driver().event_destroy(event_of(event));
+    if (event == nullptr) return;
+    times_.forget(event);
+    driver().event_destroy(event_of(event));
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     record_stream(memory, stream);
   }
+
+ private:
+  mutable EventTimes times_;
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, EmulatedGpuGuard)

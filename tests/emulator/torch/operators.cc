@@ -151,8 +151,9 @@ Stack host_arguments(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValu
   for (std::size_t i = 0; i < stack.size(); ++i) {
     const c10::Argument& argument = schema.arguments()[i];
     const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    if (argument.kwarg_only() && is_written && stack[i].isTensor())
-      stack[i] = at::empty({0}, stack[i].toTensor().options());
+    // Not what an operator writes and does not return: it has its shape.
+    const bool is_out = is_written && argument.kwarg_only() && !schema.returns().empty();
+    if (is_out && stack[i].isTensor()) stack[i] = at::empty({0}, stack[i].toTensor().options());
   }
   return stack;
 }

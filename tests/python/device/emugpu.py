@@ -112,8 +112,13 @@ def _call_driver(name: str, *arguments: Any) -> None:
 
 
 @contextmanager
-def graph(into: CUDAGraph, *, stream: torch.Stream | None = None) -> Iterator[None]:
-    """What runs in this context is captured instead of executed, by default on a new stream."""
+def graph(
+    into: CUDAGraph, *, stream: torch.Stream | None = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    """What runs in this context is captured instead of executed, by default on a new stream.
+
+    The mode of errors is not looked at.
+    """
     side = stream or torch.Stream(device="emugpu")
     synchronize()
     with side:

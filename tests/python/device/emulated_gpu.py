@@ -181,6 +181,30 @@ def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
     return emugpu
 
 
+def load_named() -> ModuleType:
+    """Loads the libraries that loaded_at_start() names."""
+    driver, extension = os.environ[ranks.EMULATED].split(":")
+    return load((Path(driver), Path(extension)))
+
+
+def loaded_at_start(folder: Path) -> dict[str, str]:
+    """The environment in which each process of Python has the device.
+
+    Python runs what `folder` has first: while torch is imported by ringcomm, it is too early.
+    """
+    text = "import emulated_gpu\nemulated_gpu.load_named()\n"
+    (folder / "sitecustomize.py").write_text(text)
+    folders = [str(folder), *sys.path, os.environ.get("PYTHONPATH", "")]
+    return {
+        **with_kernels(),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "RINGCOMM_EMULATOR_BOX": str(folder),
+        "RINGCOMM_CUDA_DRIVER": str(build_driver()),
+        ranks.EMULATED: ":".join(map(str, build())),
+    }
+
+
 def with_kernels() -> dict[str, str]:
     """The environment in which ringcomm's kernels run on emulated GPUs: transport "cuda_ipc"."""
     image = TESTS.parent / "build" / "emulated_gpu" / "kernels"

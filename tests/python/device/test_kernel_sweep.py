@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ import emulated_gpu
 import pytest
 import verify_gpu
 from cases import slow
-from rank_programs import run_command
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
@@ -30,7 +28,6 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 TIMEOUT_S = 900.0
 ROOT = Path(__file__).resolve().parents[3]
 SHARES = ("reduce_scatter", "all_gather")
-TABLE = ROOT / "benchmarks" / "sweep_table.py"
 PATHS = {"copy", "one_round", "two_rounds", "in_place", "staged", "ring"}
 
 
@@ -71,26 +68,6 @@ def test_every_path_is_right_and_printed(tmp_path: Path, ranks: int) -> None:
         assert point["gb_per_s"] > 0
         assert 0 < point["predicted_us"] < 1000
         assert point["copy_share"] == 1 if point["path"] == "copy" else point["copy_share"] >= 0
-    check_tables(done.stdout, tmp_path, len(timed), ranks)
-
-
-def check_tables(lines: str, folder: Path, num_points: int, ranks: int) -> None:
-    """Those of benchmarks/sweep_table.py: of a file, and of standard input."""
-    path = folder / "sweep.jsonl"
-    path.write_text(lines)
-    command = [sys.executable, str(TABLE)]
-    done = run_command(*command, path)
-    assert done.stdout.count("**all_reduce, ") == 2
-    assert f"**reduce_scatter, {ranks} ranks, bfloat16**" in done.stdout
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "| " in line]
-    heading = rows[0]
-    values = [dict(zip(heading, row, strict=True)) for row in rows if row[0] != "size"]
-    # No size is large enough for other cuts than the plan's.
-    assert len(values) == num_points
-    for row in values:
-        ratio = float(row["p50, µs"]) / float(row["predicted, µs"])
-        assert float(row["p50 / predicted"]) == pytest.approx(ratio, rel=0.1, abs=0.1)
-    assert run_command(*command, "--cuts", input=lines).stdout == done.stdout
 
 
 @pytest.mark.slow

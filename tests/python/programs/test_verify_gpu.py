@@ -1,5 +1,5 @@
-"""The program for a machine with a GPU: its file fits what it starts; and its kit, whose first part
-is run here over the emulator.
+"""The program for a machine with a GPU: its file fits what it starts; and its kit, whose rows run
+here on an emulated GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import device_systems
 import emulated_gpu
 import front_door
 import placement
@@ -61,7 +62,9 @@ def calls_of(check: Check, folder: Path) -> list[list[str]]:
     calls = folder / "calls"
     calls.write_text("")
     env = {**os.environ, "OUT": str(folder), "GPUS": "2", "CALLS": str(calls)}
+    env |= {"DEVICE": "cuda", "LIMIT_S": "9"}
     env.pop("NCCL", None)
+    env.pop("SMALL", None)
     command = ["bash", "-c", f"{STUBS}\n{check.command}"]
     subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=60)
     found = [line.split("\x1f") for line in calls.read_text().splitlines()]
@@ -137,7 +140,7 @@ def test_checks_select_tests(tmp_path: Path) -> None:
 # ---- the kit
 
 FILE = "benchmarks/gpu/checks.toml"
-TIMEOUT_S = 240.0
+TIMEOUT_S = 900.0
 SMI = """#!/bin/sh
 case "$*" in
 *compute_cap) echo 9.0 ;;
@@ -150,27 +153,20 @@ PROBE = f"for name in {' '.join(QUESTIONS)}; do build/gpu/probe --only $name --l
 PROBE += " > $OUT/probe.jsonl"
 SWEEP = "build/gpu/kernel_sweep --ranks 2 --rounds 1 --sizes 1024 > $OUT/kernel_sweep.jsonl"
 CHECKS = {
-    "build": ("false", 20),
     "probe": (PROBE, 200),
     "kernel-sweep": (SWEEP, 200),
-    "collectives": ("sleep 300 & echo $! > $OUT/pid; wait", 1),
-    "cross-entropy-clusters": ("kill -SEGV $$", 20),
+    "stops": ("sleep 300 & echo $! > $OUT/pid; wait", 1),
+    "fails": ("kill -SEGV $$", 20),
 }
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files that the parts use, with checks of their own and a GPU that is none."""
+    """The files that the rows use, and a GPU that is none, with an MPS that is none."""
     root = tmp_path / "checkout"
-    for name in ("tools", "benchmarks", "ringcomm"):
+    for name in ("tools", "benchmarks", "ringcomm", "_ringcomm", "kernels", "examples", "csrc"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy2(ROOT / "Makefile", root)
-    with (root / FILE).open("w") as file:
-        for name, (command, limit_s) in CHECKS.items():
-            file.write(f"[[check]]\nname = \"{name}\"\ncommand = '''{command}'''\n")
-            file.write(f'limit_s = {limit_s}\nlast_run = "not run"\n')
-        for name in QUESTIONS:
-            file.write(f'[[question]]\nname = "{name}"\nanswer = "not asked"\n')
+    shutil.copytree(ROOT / "tests/python", root / "tests/python")
     kit = root / "gpu-kit"
     kit.mkdir()
     shutil.copy2(root / "tools" / "gpu_kit_run", kit / "run")
@@ -178,9 +174,20 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("kernel_sweep", "probe"):
         (kit / name).write_text("")
     (root / "bin").mkdir()
-    (root / "bin" / "nvidia-smi").write_text(SMI)
-    (root / "bin" / "nvidia-smi").chmod(0o755)
+    for name, text in (("nvidia-smi", SMI), ("nvidia-cuda-mps-control", "#!/bin/sh\nexit 0\n")):
+        (root / "bin" / name).write_text(text)
+        (root / "bin" / name).chmod(0o755)
     return root
+
+
+def take_programs(root: Path) -> dict[str, str]:
+    """Into the kit; and the environment in which they find the emulated GPU."""
+    old = time.time() - 1e6
+    for program in map(emulated_gpu.build_program, ("kernel_sweep", "probe")):
+        shutil.copy2(program, root / "gpu-kit")
+        os.utime(root / "gpu-kit" / program.name, (old, old))  # older than any source
+    driver = str(emulated_gpu.build_driver())
+    return {"RINGCOMM_CUDA_DRIVER": driver, **emulated_gpu.with_kernels()}
 
 
 def run(root: Path, part: str, **env: str) -> tuple[int, str]:
@@ -214,26 +221,23 @@ def take_elsewhere(root: Path) -> int:
 
 @pytest.mark.slow
 @emulated_gpu.needs_emulated_gpu
-def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
-    driver = emulated_gpu.build_driver()
-    sweep = emulated_gpu.build_program("kernel_sweep")
-    old = time.time() - 1e6
-    for program in (sweep, sweep.with_name("probe")):
-        shutil.copy2(program, checkout / "gpu-kit")
-        os.utime(checkout / "gpu-kit" / program.name, (old, old))  # older than any source
-    env = {"RINGCOMM_CUDA_DRIVER": str(driver), **emulated_gpu.with_kernels()}
-    status, said = run(checkout, "1", **env)
+def test_results_of_checks_that_pass_stop_or_fail(checkout: Path) -> None:
+    with (checkout / FILE).open("w") as file:
+        for row, (name, (command, limit_s)) in enumerate(CHECKS.items(), 1):
+            file.write(f"[[check]]\nname = \"{name}\"\nrow = {row}\ncommand = '''{command}'''\n")
+            file.write(f'limit_s = {limit_s}\nlast_run = "not run"\n')
+        for name in QUESTIONS:
+            file.write(f'[[question]]\nname = "{name}"\nanswer = "not asked"\n')
+    status, said = run(checkout, "1,2,3,4", **take_programs(checkout))
     assert status == 1, said
     assert "kernel-sweep: passed" in said, (checkout / "out/verify.log").read_text()
-    assert said.endswith("then: gpu-kit/run 2\n")
     points = (checkout / "out" / "kernel_sweep.jsonl").read_text().splitlines()
     assert {json.loads(point).get("num_wrong", 0) for point in points} == {0}
     assert last_runs(checkout) == {
-        **dict.fromkeys(CHECKS, "not run"),
         "probe": "passed",
         "kernel-sweep": "passed",
-        "collectives": "stopped",
-        "cross-entropy-clusters": "failed",
+        "stops": "stopped",
+        "fails": "failed",
     }
     look = ["ps", "-o", "stat=", (checkout / "out" / "pid").read_text()]
     ended = subprocess.run(look, check=False, stdout=subprocess.PIPE)
@@ -247,23 +251,56 @@ def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
     assert not list((checkout / "build").rglob("*.o"))
 
 
-def parts_of_the_kit() -> list[tuple[str, float]]:
-    """The checks of each part, and the seconds that it takes at most."""
-    text = (ROOT / "tools" / "gpu_kit_run").read_text()
-    (usual,) = re.findall(r"(?m)^budget=(\d+)$", text)
-    cases = re.findall(r"(?m)^  \d\) checks=(\S+)(?: budget=(\d+))?(?: next=(\d))? ;;$", text)
-    assert [following for _, _, following in cases] == ["2", "3", "4", "5", ""]
-    return [(checks, float(budget or usual)) for checks, budget, _ in cases]
+@pytest.mark.slow
+@emulated_gpu.needs_emulated_gpu
+def test_all_rows_run_on_an_emulated_gpu(checkout: Path) -> None:
+    """The file's own commands, of small sizes; limits are of a machine that does nothing else."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("triton")
+    path = checkout / FILE
+    path.write_text(re.sub(r"(?m)^(limit_s = \d+)$", r"\g<1>0", path.read_text()))
+    box = checkout / "box"
+    box.mkdir()
+    env = {**take_programs(checkout), **emulated_gpu.loaded_at_start(box), "SMALL": "1"}
+    env |= {"DEVICE": "emugpu", "RINGCOMM_EMULATOR_SMS": "32", "BUDGET_S": "5600"}
+    before = path.read_text()
+    status, said = run(checkout, "all", **env)
+    checks = [check for check in verify_gpu.load(path)[0] if check.row]
+    wanted = {check.name: "passed" for check in checks}
+    found = dict(re.findall(r"(?m)^([\w-]+): (.*)$", said))
+    log = (checkout / "out" / "verify.log").read_text()
+    assert {name: found.get(name) for name in wanted} == wanted, log[-20000:]
+    assert status == 0
+    assert path.read_text() == before  # small sizes tell nothing of a GPU
+    records = verify_gpu.records_in(checkout / "out", {})[0]
+    assert all(record.get("verified", True) for record in records)
+    assert {record.get("num_wrong", 0) for record in records} == {0}
+    systems = [record for record in records if record.get("kind") == "device_systems"]
+    assert {record["system"] for record in systems} == {*device_systems.SYSTEMS}
+    assert all(record["right"] for record in systems)
 
 
-def test_parts_are_named(checkout: Path) -> None:
-    for wrong in ("6", "", "-x"):
+def test_rows_fit_ten_minutes_and_the_page() -> None:
+    rows: dict[int, list[Check]] = {}
+    for check in verify_gpu.load(verify_gpu.CHECKS)[0]:
+        if check.row:
+            rows.setdefault(check.row, []).append(check)
+    assert list(rows) == [*range(1, 12)]
+    limits = {row: sum(check.limit_s for check in checks) for row, checks in rows.items()}
+    assert sum(limits.values()) <= 570
+    page = (ROOT / "docs" / "gpu-verification.md").read_text(encoding="utf-8")
+    text = page.partition("seconds are ")[2].partition(".\n")[0]
+    told = re.findall(r"(?s)(\d+) (`.*?`) (\d+)(?:,|$)", text)
+    assert [(int(row), float(limit_s)) for row, _, limit_s in told] == [*limits.items()]
+    for row, names, _ in told:
+        assert re.findall("`([^`]+)`", names) == [check.name for check in rows[int(row)]]
+
+
+def test_rows_are_named(checkout: Path) -> None:
+    for wrong in ("-x", "+1"):
         status, said = run(checkout, wrong)
         assert status == 2
-        assert "usage: gpu-kit/run 1|2|3|4|5" in said
-    parts = parts_of_the_kit()
-    checks = {check.name: check for check in verify_gpu.load(verify_gpu.CHECKS)[0]}
-    for names, budget_s in parts:
-        assert budget_s <= 540
-        for name in names.split(","):
-            assert "make" not in checks[name].command
+        assert "usage: gpu-kit/run [ROW,... | CHECK,...]" in said
+    status, said = run(checkout, "1,12")
+    assert status == 2
+    assert "unknown rows 12" in said
