@@ -212,7 +212,7 @@ def test_freed_before_it_is_mapped(rank: int) -> None:
 @in_two
 def test_many(rank: int) -> None:
     """Allocations of one rank."""
-    tensors = [torch.empty(1 << 19, dtype=torch.int32, device=GPU) for _ in range(140)]
+    tensors = [torch.empty(1 << 19, dtype=torch.int32, device=GPU) for _ in range(200)]
     for turn in range(3):
         for tensor in tensors:
             tensor.fill_(rank + turn)
@@ -220,6 +220,9 @@ def test_many(rank: int) -> None:
         for tensor in tensors[::23]:
             assert tensor[:: 1 << 16].unique().tolist() == [1 + 2 * turn]
     assert num_mapped() == len(tensors)
+    in_place, staged = long_calls()
+    assert in_place >= len(tensors)
+    assert in_place + staged == 3 * len(tensors)
 
 
 @in_two
@@ -292,6 +295,8 @@ def test_scarce_memory_is_not_held_for_others(rank: int) -> None:
         small.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
     check_sums(tensor)
     assert num_mapped() == 0
+    assert bytes_read_of_peers(tensor) == 0
+    assert long_calls() == (0, 1 + FEW_CALLS)  # all bytes of each were staged
 
 
 def test_reuse_by_the_driver() -> None:
