@@ -174,7 +174,8 @@ def read_table() -> tuple[str, dict[str, Facts]]:
                     for name, times in (cell.split("x") for cell in cells[len(COLUMNS) :])
                     for _ in range(number(times))
                 ]
-                found[f"{title} sm_{arch}"] = Facts(*map(number, cells[: len(COLUMNS)]), tuple(own))
+                facts = dict(zip(COLUMNS, map(number, cells[: len(COLUMNS)]), strict=True))
+                found[f"{title} sm_{arch}"] = Facts(**facts, loops=tuple(own))
     return release.removeprefix("# "), found
 
 
