@@ -59,7 +59,7 @@ inline void run_kernel(const std::string& name, const cuda::GroupFrame& call, un
 class GpuRanks {
  public:
   GpuRanks(int world_size, const cuda::DeviceFacts& facts, unsigned num_threads,
-           const CommunicatorOptions& options = {})
+           const CommunicatorOptions& options = {}, std::uint32_t link_slot_bytes = 4 << 10)
       : world_size_(world_size),
         num_multiprocessors_(facts.min_multiprocessors),
         num_threads_(num_threads),
@@ -70,7 +70,7 @@ class GpuRanks {
     // So that calls of few bytes have several words a thread, slots and pieces.
     layout_.packets_per_block = cuda::kHeaderPackets + 2 * 140;
     layout_.scratch_bytes = 40 << 10;
-    layout_.link_slot_bytes = 4 << 10;
+    layout_.link_slot_bytes = link_slot_bytes;
     layout_.ring_slot_bytes = 16 << 10;
     for (int rank = 0; rank < world_size; ++rank) {
       const std::size_t bytes = layout_.num_bytes();

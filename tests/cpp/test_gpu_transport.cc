@@ -1,10 +1,13 @@
 // Groups on GPUs over the emulator of CUDA's driver: staging, launches, streams, the watchdog.
 // Ranks are threads here, and processes in tests/python.
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
+#include <vector>
 
 #include "collective_case.h"
 #include "cuda/collectives/ipc_transport.h"
@@ -26,6 +29,7 @@ void use_emulator() {
                                 return fd;
                               }());
     setenv("RINGCOMM_EMULATOR_BOX", std::to_string(getpid()).c_str(), 1);
+    setenv("RINGCOMM_EMULATOR_MEMORY", std::to_string(std::uint64_t{64} << 30).c_str(), 1);
     setenv("RINGCOMM_CUDA_IMAGE", image.c_str(), 1);
     setenv("RINGCOMM_CUDA_DRIVER", RINGCOMM_EMULATOR, 1);
     return true;
@@ -159,6 +163,55 @@ TEST_CASE("gpu transport: a rank may leave as soon as its own last call is over"
     while (communicator.group_state()->state_of(1) != WaitStatus::kPeerLeft) usleep(1000);
     usleep(60'000);  // in which the watchdog looks
     communicator.failure().rethrow_if_any();
+  });
+}
+
+constexpr std::size_t kRows = cuda::PeerAllocations::kMaxRows, kBytes = 2 << 20;
+
+// Buffers are found as calls would, but no kernel runs: as many calls as there are rows take long.
+TEST_CASE("gpu transport: a full table of mappings stages the buffer that has no row, alone") {
+  use_emulator();
+  rlimit files = {};
+  REQUIRE(getrlimit(RLIMIT_NOFILE, &files) == 0);
+  files.rlim_cur = files.rlim_max;
+  REQUIRE(setrlimit(RLIMIT_NOFILE, &files) == 0);
+  if (files.rlim_max < kRows + 1000) {
+    MESSAGE("not tested: too few descriptors for memory");
+    return;
+  }
+  run_ranks(2, [](Communicator& communicator) {
+    const cuda::ContextGuard guard(0);
+    RecordExchange exchange(communicator, kPatient);
+    cuda::DeviceGroup group(exchange, 0);
+    cuda::PeerAllocations allocations(exchange, group);
+    std::vector<cuda::PeerBuffer> buffers(communicator.rank() == 0 ? kRows + 1 : 1);
+    for (cuda::PeerBuffer& buffer : buffers) {
+      cuda::DevicePtr address = 0;
+      cuda::check(cuda::driver().mem_alloc(&address, kBytes), "allocate a buffer");
+      buffer = {reinterpret_cast<const std::byte*>(address), kBytes};
+    }
+    const auto release = [](const cuda::PeerBuffer& buffer) {
+      cuda::check(cuda::driver().mem_free(reinterpret_cast<cuda::DevicePtr>(buffer.data)), "free");
+    };
+    std::uint64_t call = 0;
+    const auto num_in_place_after = [&](int num_calls) {
+      for (const std::uint64_t end = call + static_cast<std::uint64_t>(num_calls); call < end;) {
+        for (cuda::PeerBuffer& buffer : buffers) buffer.place = 0;
+        allocations.find_places(call, buffers);
+        allocations.follow(++call, /*may_unmap=*/true);
+        barrier(communicator);
+      }
+      return std::ranges::count_if(buffers, [](const auto& buffer) { return buffer.place != 0; });
+    };
+    const auto num_rows = static_cast<std::ptrdiff_t>(std::min(buffers.size(), kRows));
+    expect(num_in_place_after(6) == num_rows, "a row for each buffer while there is one");
+    expect((buffers.back().place == 0) == (communicator.rank() == 0), "that the last has none");
+    if (communicator.rank() == 0) {
+      release(buffers.front());
+      buffers.erase(buffers.begin());
+    }
+    expect(num_in_place_after(70) == num_rows, "the row of what was freed for the last");
+    for (const cuda::PeerBuffer& buffer : buffers) release(buffer);
   });
 }
 

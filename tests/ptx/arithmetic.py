@@ -9,49 +9,36 @@ from opcodes import Opcode, opcode
 from parse import WIDTH, UnknownPtx
 
 INTEGER = re.compile(r"[sub]\d+")
+# The function object of the C++ library, and the operator.
 COMPARE = {
-    "eq": "std::equal_to",
-    "ne": "std::not_equal_to",
-    "lt": "std::less",
-    "gt": "std::greater",
-    "le": "std::less_equal",
-    "ge": "std::greater_equal",
-    "lo": "std::less",
-    "ls": "std::less_equal",
-    "hi": "std::greater",
-    "hs": "std::greater_equal",
+    "eq": ("equal_to", "=="),
+    "ne": ("not_equal_to", "!="),
+    "lt": ("less", "<"),
+    "gt": ("greater", ">"),
+    "le": ("less_equal", "<="),
+    "ge": ("greater_equal", ">="),
 }
+COMPARE |= {"lo": COMPARE["lt"], "ls": COMPARE["le"], "hi": COMPARE["gt"], "hs": COMPARE["ge"]}
 # Function of numbers.h or bits.h, operands ("t" of the instruction's type, "u" of u32), modifiers.
 ROUNDED = ("rn", "ftz")
 APPROXIMATE = ("approx", "full", "rn", "ftz")
+APPROXIMATED = ("rcp", "sqrt", "rsqrt", "ex2", "lg2", "tanh", "sin", "cos")
 ARITHMETIC: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "add": ("add", "tt", ROUNDED),
     "sub": ("sub", "tt", ROUNDED),
     "fma": ("fma", "ttt", ROUNDED),
     "div": ("div", "tt", APPROXIMATE),
     "rem": ("rem", "tt", ()),
-    "neg": ("neg", "t", ("ftz",)),
-    "abs": ("abs", "t", ("ftz",)),
     "copysign": ("copysign", "tt", ()),
-    "rcp": ("rcp", "t", APPROXIMATE),
-    "sqrt": ("sqrt", "t", APPROXIMATE),
-    "rsqrt": ("rsqrt", "t", APPROXIMATE),
-    "ex2": ("ex2", "t", APPROXIMATE),
-    "lg2": ("lg2", "t", APPROXIMATE),
-    "tanh": ("tanh", "t", APPROXIMATE),
-    "sin": ("sin", "t", APPROXIMATE),
-    "cos": ("cos", "t", APPROXIMATE),
-    "and": ("bit_and", "tt", ()),
-    "or": ("bit_or", "tt", ()),
-    "xor": ("bit_xor", "tt", ()),
     "not": ("bit_not", "t", ()),
     "shl": ("shl", "tu", ()),
     "shr": ("shr", "tu", ()),
     "bfi": ("bfi", "ttuu", ()),
     "bfe": ("bfe", "tuu", ()),
-    "popc": ("popc", "t", ()),
-    "clz": ("clz", "t", ()),
-    "brev": ("brev", "t", ()),
+    **{name: (name, "t", ("ftz",)) for name in ("neg", "abs")},
+    **{name: (name, "t", APPROXIMATE) for name in APPROXIMATED},
+    **{name: (f"bit_{name}", "tt", ()) for name in ("and", "or", "xor")},
+    **{name: (name, "t", ()) for name in ("popc", "clz", "brev")},
 }
 UNTYPED = ("sin", "cos")  # of float only
 
@@ -165,18 +152,11 @@ def _shf(f: Function, op: Opcode, args: list[str]) -> None:
     f.set(args[0], f"shf_{side}({low}, {high}, {limit}({num_bits}))")
 
 
-@opcode("prmt")
-def _prmt(f: Function, op: Opcode, args: list[str]) -> None:
+@opcode("prmt", "lop3")
+def _bytes_or_bits(f: Function, op: Opcode, args: list[str]) -> None:
     op.only()
     operands = ", ".join(f.get("u32", arg) for arg in args[1:])
-    f.set(args[0], f"prmt({operands})")
-
-
-@opcode("lop3")
-def _lop3(f: Function, op: Opcode, args: list[str]) -> None:
-    op.only()
-    operands = ", ".join(f.get("u32", arg) for arg in args[1:])
-    f.set(args[0], f"lop3({operands})")
+    f.set(args[0], f"{op.base}({operands})")
 
 
 # ---- moves, comparisons and conversions
@@ -213,25 +193,11 @@ def _selp(f: Function, op: Opcode, args: list[str]) -> None:
     f.set_integer(args[0], f"{f.value(args[3])} ? {yes} : {no}")
 
 
-INTEGER_SIGNS = {
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "lo": "<",
-    "ls": "<=",
-    "hi": ">",
-    "hs": ">=",
-}
-
-
 def _comparison(f: Function, op: Opcode, left: str, right: str) -> str:
     name = op.modifiers[0]
-    if INTEGER.fullmatch(op.type) and name in INTEGER_SIGNS:
+    if INTEGER.fullmatch(op.type) and name in COMPARE:
         integers = [f.integer(op.type, operand) for operand in (left, right)]
-        return f"({f' {INTEGER_SIGNS[name]} '.join(integers)})"
+        return f"({f' {COMPARE[name][1]} '.join(integers)})"
     operands = f"{f.get(op.type, left)}, {f.get(op.type, right)}"
     if _flushes(op):
         operands = f"flush({f.get(op.type, left)}), flush({f.get(op.type, right)})"
@@ -241,9 +207,9 @@ def _comparison(f: Function, op: Opcode, left: str, right: str) -> str:
     if name == "nan":
         return f"un{kind}(Never(), {operands})"
     if name in COMPARE:
-        return f"{kind}({COMPARE[name]}<>(), {operands})"
+        return f"{kind}(std::{COMPARE[name][0]}<>(), {operands})"
     if name[:-1] in COMPARE and name[-1] == "u":
-        return f"un{kind}({COMPARE[name[:-1]]}<>(), {operands})"
+        return f"un{kind}(std::{COMPARE[name[:-1]][0]}<>(), {operands})"
     raise UnknownPtx(op.text)
 
 

@@ -4,7 +4,7 @@
 #include <bit>
 #include <type_traits>
 
-#include "ptx/types.h"
+#include "ptx/memory.h"
 
 /// Instructions on bits: logic, shifts, fields, bytes, counts.
 namespace ringcomm::ptx {

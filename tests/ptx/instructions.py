@@ -9,14 +9,9 @@ from opcodes import Opcode, opcode
 from parse import WIDTH, UnknownPtx
 
 ORDERS = {
-    "weak": "kWeak",
-    "relaxed": "kRelaxed",
-    "acquire": "kAcquire",
-    "release": "kRelease",
-    "acq_rel": "kAcqRel",
-    "sc": "kSeqCst",
-    "volatile": "kVolatile",
+    name: f"k{name.title()}" for name in ("weak", "relaxed", "acquire", "release", "volatile")
 }
+ORDERS |= {"acq_rel": "kAcqRel", "sc": "kSeqCst"}
 SCOPES = {"cta": "kCta", "cluster": "kCluster", "gpu": "kGpu", "sys": "kSys"}
 # Hints of caches, which change no result.
 HINTS = re.compile(r"nc|ca|cg|cs|cv|lu|wb|wt|(L1|L2)::\w+")
@@ -87,6 +82,19 @@ def _storage(type_: str) -> str:
     return CPP[type_] if type_[0] == "s" else f"u{WIDTH[type_]}"
 
 
+def _begin_values(f: Function, type_: str, registers: list[str]) -> None:
+    """Opens a scope in which v has the registers' values."""
+    values = ", ".join(f.get(f"b{WIDTH[type_]}", register) for register in registers)
+    f.emit(f"{{ const u{WIDTH[type_]} v[] = {{{values}}};")
+
+
+def _set_from_values(f: Function, registers: list[str]) -> None:
+    """Closes a scope in which v has what the registers get."""
+    for i, register in enumerate(registers):
+        f.set(register, f"v[{i}]")
+    f.emit("}")
+
+
 @opcode("ld", "ldu")
 def _ld(f: Function, op: Opcode, args: list[str]) -> None:
     _check_access(op)
@@ -100,10 +108,7 @@ def _ld(f: Function, op: Opcode, args: list[str]) -> None:
         f.emit(f"t.memory().load(t, {address}, v, {_access(f, op, num)});")
     else:
         f.emit(f"std::memcpy(v, (const void*){address}, sizeof v);")
-    for i, register in enumerate(registers):
-        if register != "_":
-            f.set(register, f"v[{i}]")
-    f.emit("}")
+    _set_from_values(f, registers)
     if space in ("global", "generic") and _may_poll(op):
         f.note_line()
         f.emit("t.poll();")
@@ -111,31 +116,22 @@ def _ld(f: Function, op: Opcode, args: list[str]) -> None:
 
 @opcode("st")
 def _st(f: Function, op: Opcode, args: list[str]) -> None:
-    if op.has("async"):
-        return _st_async(f, op, args)
-    _check_access(op)
-    registers, space = f.vector(args[1]), _space(op)
-    num, address = len(registers), f.address(args[0])
-    values = ", ".join(f.get(f"b{WIDTH[op.type]}", register) for register in registers)
-    f.emit(f"{{ const u{WIDTH[op.type]} v[] = {{{values}}};")
+    is_async = op.has("async")
+    _check_access(op, *(("async", "mbarrier::complete_tx::bytes") if is_async else ()))
+    registers, space, address = f.vector(args[1]), _space(op), f.address(args[0])
+    num = len(registers)
+    _begin_values(f, op.type, registers)
     if space == "shared":
         f.note_line()
+    if is_async:
+        size, barrier = WIDTH[op.type] // 8, f.address(args[2])
+        f.emit(f"t.store_async((u32){address}, v, {size}, {num}, (u32){barrier}); }}")
+    elif space == "shared":
         f.emit(f"t.store_shared((u32){address}, v, {num}{_shared_order(op)}); }}")
     elif space in ("global", "generic"):
         f.emit(f"t.memory().store(t, {address}, v, {_access(f, op, num)}); }}")
     else:
         f.emit(f"std::memcpy((void*){address}, v, sizeof v); }}")
-    return None
-
-
-def _st_async(f: Function, op: Opcode, args: list[str]) -> None:
-    _check_access(op, "async", "mbarrier::complete_tx::bytes")
-    registers, width = f.vector(args[1]), WIDTH[op.type]
-    values = ", ".join(f.get(f"b{width}", register) for register in registers)
-    f.note_line()
-    f.emit(f"{{ const u{width} v[] = {{{values}}};")
-    to, barrier = f.address(args[0]), f.address(args[2])
-    f.emit(f"t.store_async((u32){to}, v, {width // 8}, {len(registers)}, (u32){barrier}); }}")
 
 
 UPDATES = {
@@ -359,25 +355,17 @@ def _activemask(f: Function, op: Opcode, args: list[str]) -> None:
     f.set(args[0], "~0u")
 
 
-@opcode("ldmatrix")
-def _ldmatrix(f: Function, op: Opcode, args: list[str]) -> None:
+@opcode("ldmatrix", "stmatrix")
+def _matrix(f: Function, op: Opcode, args: list[str]) -> None:
     op.only("sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta")
-    registers, address = f.vector(args[0]), f.address(args[1])
+    is_load = op.base == "ldmatrix"
+    to, source = args
+    registers, address = f.vector(to if is_load else source), f.address(source if is_load else to)
     transposed = "true" if op.has("trans") else "false"
     f.note_line()
-    f.emit(f"{{ u32 v[{len(registers)}];")
-    f.emit(f"t.ldmatrix((u32){address}, {transposed}, {len(registers)}, v);")
-    for i, register in enumerate(registers):
-        f.set(register, f"v[{i}]")
-    f.emit("}")
-
-
-@opcode("stmatrix")
-def _stmatrix(f: Function, op: Opcode, args: list[str]) -> None:
-    op.only("sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta")
-    registers, address = f.vector(args[1]), f.address(args[0])
-    transposed = "true" if op.has("trans") else "false"
-    values = ", ".join(f.get("b32", register) for register in registers)
-    f.note_line()
-    f.emit(f"{{ const u32 v[] = {{{values}}};")
-    f.emit(f"t.stmatrix((u32){address}, {transposed}, {len(registers)}, v); }}")
+    if is_load:
+        f.emit(f"{{ u32 v[{len(registers)}];")
+    else:
+        _begin_values(f, "b32", registers)
+    f.emit(f"t.{op.base}((u32){address}, {transposed}, {len(registers)}, v);")
+    _set_from_values(f, registers if is_load else [])

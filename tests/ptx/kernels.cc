@@ -6,32 +6,19 @@
 #include <memory>
 #include <mutex>
 #include <string_view>
-#include <vector>
 
 #include "cuda/kernels/call.h"
 #include "emulator/kernel_registry.h"
 #include "kernels/losses/loss_call.h"
 #include "ptx/counts.h"
 #include "ptx/machine.h"
-#include "ptx/weak_accesses.h"
+#include "ptx/weak_memory.h"
 
 namespace ringcomm::emulator {
 namespace {
 
 using ptx::Launch;
 using ptx::u32;
-
-/// The memory of .shared variables, with anything in it, for a launch that brings none.
-struct StaticShared {
-  static constexpr std::size_t kAlignment = 128;
-  explicit StaticShared(std::size_t num_bytes) : memory(num_bytes + kAlignment, std::byte{0xab}) {
-    void* begin = memory.data();
-    std::size_t space = memory.size();
-    aligned = static_cast<std::byte*>(std::align(kAlignment, num_bytes, begin, space));
-  }
-  std::vector<std::byte> memory;
-  std::byte* aligned;
-};
 
 /// The first thread that the emulator gives to a block runs all of its fibers.
 void run(const Kernel& entry, const void* parameter, BlockContext& context) {
@@ -41,13 +28,15 @@ void run(const Kernel& entry, const void* parameter, BlockContext& context) {
     std::fprintf(stderr, "ptx: %s has shared memory of its own and of its launch\n", kernel.name);
     std::abort();
   }
-  StaticShared memory(kernel.static_shared_bytes);
+  // The memory of .shared variables, for a launch that brings none: anything is in it.
+  ptx::AlignedBytes memory(kernel.static_shared_bytes, std::byte{0xab});
+  std::byte* const shared = memory.data();
   Launch launch{.kernel = &kernel,
                 .params = parameter,
                 .ntid = {context.block_width, context.block_height, 1},
                 .ctaid = {context.block_idx, 0, 0},
                 .nctaid = {context.num_blocks, 1, 1},
-                .cluster_shared = &memory.aligned,
+                .cluster_shared = &shared,
                 .shared_bytes = kernel.static_shared_bytes};
   // Ranks are on different GPUs: no narrower scope than .sys has two of them.
   static_assert(sizeof(cuda::LossCall) < sizeof(cuda::GroupFrame));

@@ -29,17 +29,11 @@ struct Thread {
   std::vector<Instruction> instructions;
 };
 
-Order order_of(const std::string& name) {
-  static const std::map<std::string, Order> orders = {
-      {"weak", Order::kWeak},       {"relaxed", Order::kRelaxed}, {"acquire", Order::kAcquire},
-      {"release", Order::kRelease}, {"acq_rel", Order::kAcqRel},  {"sc", Order::kSeqCst}};
-  return orders.at(name);
-}
-Scope scope_of(const std::string& name) {
-  static const std::map<std::string, Scope> scopes = {
-      {"cta", Scope::kCta}, {"gpu", Scope::kGpu}, {"sys", Scope::kSys}};
-  return scopes.at(name);
-}
+const std::map<std::string, Order> kOrders = {
+    {"weak", Order::kWeak},       {"relaxed", Order::kRelaxed}, {"acquire", Order::kAcquire},
+    {"release", Order::kRelease}, {"acq_rel", Order::kAcqRel},  {"sc", Order::kSeqCst}};
+const std::map<std::string, Scope> kScopes = {
+    {"cta", Scope::kCta}, {"gpu", Scope::kGpu}, {"sys", Scope::kSys}};
 
 class Run {
  public:
@@ -152,8 +146,8 @@ void run_all() {
     } else {
       if (name != "bar") {
         text >> order >> scope;
-        now.order = order_of(order);
-        now.scope = scope_of(scope);
+        now.order = kOrders.at(order);
+        now.scope = kScopes.at(scope);
       }
       text >> now.first >> now.second;
       threads.back().instructions.push_back(now);

@@ -234,27 +234,19 @@ class LossCase {
   float loss_ = -1;
 };
 
-inline std::string text_of(const LossOptions& o) {
-  std::string text = o.is_float ? "float32" : "bfloat16";
-  for (const auto& [name, value] :
-       std::vector<std::pair<const char*, double>>{{"width", o.width},
-                                                   {"padding", o.padding},
-                                                   {"lead", o.lead_bytes},
-                                                   {"gap", o.gap_bytes},
-                                                   {"scale", o.logit_scale},
-                                                   {"smoothing", o.label_smoothing},
-                                                   {"z_loss", o.z_loss},
-                                                   {"weights", o.has_weights},
-                                                   {"divisor", static_cast<int>(o.divisor)},
-                                                   {"blocks", o.cluster_blocks},
-                                                   {"clusters", o.num_clusters}})
-    text += std::string(" ") + name + " " + std::to_string(value);
-  return text;
-}
-
 inline void run_and_check(const LossOptions& options) {
-  const std::string text = text_of(options);
-  CAPTURE(text);
+  CAPTURE(options.is_float);
+  CAPTURE(options.width);
+  CAPTURE(options.padding);
+  CAPTURE(options.lead_bytes);
+  CAPTURE(options.gap_bytes);
+  CAPTURE(options.has_weights);
+  CAPTURE(static_cast<int>(options.divisor));
+  CAPTURE(options.logit_scale);
+  CAPTURE(options.label_smoothing);
+  CAPTURE(options.z_loss);
+  CAPTURE(options.cluster_blocks);
+  CAPTURE(options.num_clusters);
   LossCase test(options);
   test.run();
   test.check();

@@ -340,10 +340,8 @@ void run_grid(const Kernel& kernel, const void* params, Dim nctaid, Dim ntid,
   constexpr u32 kAlignment = 128;
   const u32 dynamic_at = (kernel.static_shared_bytes + kAlignment - 1) / kAlignment * kAlignment;
   const u32 num_bytes = dynamic_at + dynamic_shared_bytes;
-  std::vector<std::byte> memory(num_bytes + kAlignment);
-  void* begin = memory.data();
-  std::size_t space = memory.size();
-  auto* const shared = static_cast<std::byte*>(std::align(kAlignment, num_bytes, begin, space));
+  AlignedBytes memory(num_bytes);
+  std::byte* const shared = memory.data();
   for (u32 z = 0; z < nctaid.z; ++z)
     for (u32 y = 0; y < nctaid.y; ++y)
       for (u32 x = 0; x < nctaid.x; ++x) {

@@ -10,7 +10,6 @@
 #include <string_view>
 
 #include "ptx/memory.h"
-#include "ptx/types.h"
 
 namespace ringcomm::ptx {
 

@@ -1,14 +1,41 @@
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
-
-#include "ptx/types.h"
+#include <vector>
 
 namespace ringcomm::ptx {
 
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using s8 = std::int8_t;
+using s16 = std::int16_t;
+using s32 = std::int32_t;
+using s64 = std::int64_t;
+
 struct Launch;
 class Thread;
+
+/// Bytes that begin at a multiple of 512, as torch's tensors do.
+class AlignedBytes {
+ public:
+  explicit AlignedBytes(std::size_t num_bytes, std::byte value = {})
+      : units_(num_bytes / sizeof(Unit) + 1) {
+    std::fill_n(data(), num_bytes, value);
+  }
+  std::byte* data() { return units_.front().bytes; }
+
+ private:
+  struct alignas(512) Unit {
+    std::byte bytes[512];
+  };
+  std::vector<Unit> units_;
+};
 
 /// The order of an access or a fence, as its PTX instruction names it.
 enum class Order : u8 { kWeak, kRelaxed, kAcquire, kRelease, kAcqRel, kSeqCst, kVolatile };

@@ -6,7 +6,7 @@
 
 TESTS is the program of the C++ tests (tests/ptx/Makefile). Every executed access with an order,
 fence and barrier of the kernels below gets each weaker form, one at a time, or two of which either
-is enough: the memory is told which lines of the kernel's PTX to weaken (weak_accesses.h), so
+is enough: the memory is told which lines of the kernel's PTX to weaken (weak_memory.h), so
 nothing is compiled. A mutant is found in a seed if a test fails, or does not end. Those of
 REDUNDANT are known not to matter, with the reason; every other one must be found in one seed at
 least.

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "ptx/types.h"
+#include "ptx/memory.h"
 
 /// Types of operands, registers, and the conversions of 16-bit floats.
 namespace ringcomm::ptx {

@@ -8,7 +8,7 @@
 
 #include "gpu_ranks.h"
 #include "loss_case.h"
-#include "ptx/weak_accesses.h"
+#include "ptx/weak_memory.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

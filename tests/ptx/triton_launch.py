@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,22 +22,9 @@ from triton.runtime.jit import JITFunction
 from triton_library import TensorMemory
 
 WARP_SIZE = 32
-# How numbers are passed; pointers have types that begin with "*".
-FORMATS = {
-    "i1": "b",
-    "i8": "b",
-    "i16": "h",
-    "i32": "i",
-    "i64": "q",
-    "u1": "B",
-    "u8": "B",
-    "u16": "H",
-    "u32": "I",
-    "u64": "Q",
-    "fp16": "e",
-    "fp32": "f",
-    "fp64": "d",
-}
+# How numbers are passed: the codes of struct; pointers have types that begin with "*".
+NUMBERS = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp16", "fp32", "fp64")
+FORMATS = dict(zip(NUMBERS, "bbhiqBBHIQefd", strict=True))
 # Triton appends two pointers, to memory of the grid and to a profiler's, which no kernel here uses.
 NO_SCRATCH = [("*i8", 0), ("*i8", 0)]
 
@@ -114,15 +102,11 @@ def install(arch: int, change: Callable[[str], str] = str) -> None:
         change: makes the PTX that runs of a kernel's.
     """
 
-    class Driver:
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", arch, WARP_SIZE)
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", arch, WARP_SIZE),
+    )
 
     def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
@@ -133,5 +117,5 @@ def install(arch: int, change: Callable[[str], str] = str) -> None:
 
     # Machine code, whose making takes half of a compilation, has tests of its own.
     CUDABackend.make_cubin = lambda *_: b""
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(driver)
     JITFunction.__getitem__ = getitem

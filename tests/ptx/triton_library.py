@@ -20,9 +20,7 @@ TRANSLATOR = tuple(
     f"{name}.py"
     for name in ("translate", "function", "opcodes", "arithmetic", "instructions", "parse")
 )
-MACHINE = tuple(
-    f"{name}.cc" for name in ("machine", "warp", "async", "memory", "triton_memory", "triton_grid")
-)
+MACHINE = tuple(f"{name}.cc" for name in ("machine", "warp", "async", "memory", "triton_memory"))
 FLAGS = ("-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", f"-I{HERE.parent}")
 # Compiling a kernel takes longer than running it, and reading the headers as long as the rest of
 # compiling it: they are precompiled.
@@ -32,7 +30,7 @@ COMPILE_TIMEOUT_S = 600.0
 
 
 class TensorMemory(ctypes.Structure):
-    """As triton_memory.h has it."""
+    """As triton_memory.cc has it."""
 
     _fields_ = tuple(
         (name, ctypes.c_uint64) for name in ("begin", "num_rows", "row_stride_bytes", "row_bytes")

@@ -1,7 +1,6 @@
-// Memory of Triton's kernels. An access must be inside of a tensor that the launch was given; two
-// threads must not store to a place at the same time, nor a block touch what another one stores.
-#include "ptx/triton_memory.h"
-
+// Memory of Triton's kernels, and the launch that triton_library.py calls. An access must be inside
+// of a tensor that the launch was given; two threads must not store to a place at the same time,
+// nor a block touch what another one stores.
 #include <cstring>
 #include <unordered_map>
 #include <vector>
@@ -10,6 +9,15 @@
 #include "ptx/memory.h"
 
 namespace ringcomm::ptx {
+
+/// The elements of a tensor that a launch was given: rows of bytes, which begin a stride apart.
+struct TensorMemory {
+  u64 begin;
+  u64 num_rows;
+  u64 row_stride_bytes;
+  u64 row_bytes;
+};
+
 namespace {
 
 constexpr u32 kNobody = ~0u;
@@ -93,16 +101,6 @@ void each_granule(u64 address, u32 num_bytes, const F& function) {
     function(at);
 }
 
-}  // namespace
-
-void begin_launch(std::span<const TensorMemory> tensors) {
-  state().tensors.assign(tensors.begin(), tensors.end());
-  state().granules.clear();
-  state().block = kNobody;
-}
-
-namespace {
-
 struct CheckedMemory final : Memory {
   void load(Thread& thread, u64 address, void* to, const Access& access) override {
     check_bounds(thread, address, access, "a load");
@@ -132,3 +130,16 @@ struct CheckedMemory final : Memory {
 std::unique_ptr<Memory> begin_block(const Launch&) { return std::make_unique<CheckedMemory>(); }
 
 }  // namespace ringcomm::ptx
+
+/// Runs a kernel's blocks one after the other. Aborts where the kernel does what a GPU must not.
+extern "C" void ringcomm_ptx_launch(const ringcomm::ptx::Kernel* kernel, const void* params,
+                                    const ringcomm::ptx::TensorMemory* tensors,
+                                    unsigned num_tensors, unsigned grid_x, unsigned grid_y,
+                                    unsigned grid_z, unsigned num_threads, unsigned shared_bytes) {
+  ringcomm::ptx::State& state = ringcomm::ptx::state();
+  state.tensors.assign(tensors, tensors + num_tensors);
+  state.granules.clear();
+  state.block = ringcomm::ptx::kNobody;
+  ringcomm::ptx::run_grid(*kernel, params, {grid_x, grid_y, grid_z}, {num_threads, 1, 1},
+                          shared_bytes);
+}

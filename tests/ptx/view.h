@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "ptx/types.h"
+#include "ptx/memory.h"
 
 namespace ringcomm::ptx {
 

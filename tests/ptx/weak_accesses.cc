@@ -1,5 +1,5 @@
-#include "ptx/weak_accesses.h"
-
+// Accesses of blocks to the weak memory: which of them mutants make weaker, and when stores are
+// made early.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

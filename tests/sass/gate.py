@@ -8,10 +8,10 @@ says which number of which kernel or of which of its loops, where one has become
 table says, no kernel may have a trap, hot ones no stack, generic or local access, and so no spill,
 which is both; packets are exchanged by accesses of 16 bytes, and sums and copies have at least as
 many loads under way as the source asks for. Of cold kernels the stack, local accesses and loops are
-not compared: the table has "-" for them, and no loops. With --update it writes the table, which has
-a row for each kernel and for each different loop of it, with how many there are: "64/62" is 64 for
-sm_90 and 62 for sm_100. The table is of one release of nvcc: with another only these rules are
-checked. Fails where there is no nvcc. Nothing runs on a GPU.
+not compared: the table has "-" for them, and no loops. With --update it writes the table. It lists
+each different loop once, by a number; a kernel's row ends with its loops: "7x2" is two of loop 7.
+"64/62" is 64 for sm_90 and 62 for sm_100. The table is of one release of nvcc: with another only
+these rules are checked. Fails where there is no nvcc. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ IMAGES = ROOT / "build" / "cuda"
 COLD = re.compile(r"\w+_any|sum_losses")
 WITH_PACKETS = re.compile(r"(one_shot|two_rounds|reduce_packets)_\w+|move_packets")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
-# N * U (cuda/kernels/reducers.h).
+# N * U (cuda/kernels/reducers.h), and updates 8 in each loop.
 SUMS = re.compile(r"reduce_(float16|bfloat16|float32)")
 COPIES = re.compile(r"move|copy_(in|out|messages)")
+UPDATES = re.compile(r"update_\w+")
 # They wait for nobody, and publish nothing: the ends of kernels order what they do.
-PLAIN = re.compile(rf"{SUMS.pattern}|reduce_any|{COPIES.pattern}|update_\w+")
+PLAIN = re.compile(rf"{SUMS.pattern}|reduce_any|{COPIES.pattern}|{UPDATES.pattern}")
 AT_ONCE, AT_ONCE_OF_SUMS = 4, 8
 COLUMNS = ("registers", "stack", "generic", "local", "fences", "words", "packets", "traps")
 # Fewer are worse, which the rules check.
 NOT_WORSE = ("packets",)
 NOT_COMPARED = "-"
-LOOP = "loop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,27 +156,31 @@ def compared(name: str, found: Facts) -> Facts:
 
 def read_table() -> tuple[str, dict[str, Facts]]:
     """The release of nvcc, and facts by "name sm_90"."""
-    release, _, _, *rows = TABLE.read_text().splitlines()
+    release, *rows = TABLE.read_text().splitlines()
     found: dict[str, Facts] = {}
-    kernel = ""
-    for row in rows:
-        title, *cells = row.split()
-        kernel = kernel if title == LOOP else title
+    loops: dict[str, Loop] = {}
+    for title, *cells in map(str.split, rows):
         for idx, arch in enumerate(ARCHITECTURES):
-            texts = ((cell.split("/") * 2)[idx] for cell in cells)
-            numbers: list[Any] = [None if text == NOT_COMPARED else int(text) for text in texts]
-            key = f"{kernel} sm_{arch}"
-            if title == LOOP:
-                times, *loop = numbers
-                loops = (*found[key].loops, *[Loop(*loop)] * times)
-                found[key] = dataclasses.replace(found[key], loops=loops)
-            else:
-                found[key] = Facts(**dict(zip(COLUMNS, numbers, strict=True)), loops=())
+
+            def number(cell: str, idx: int = idx) -> Any:
+                text = (cell.split("/") * 2)[idx]
+                return None if text == NOT_COMPARED else int(text)
+
+            if title.isdigit():
+                loops[f"{title} {arch}"] = Loop(*map(number, cells))
+            elif title != "#":
+                own = [
+                    loops[f"{name} {arch}"]
+                    for name, times in (cell.split("x") for cell in cells[len(COLUMNS) :])
+                    for _ in range(number(times))
+                ]
+                facts = dict(zip(COLUMNS, map(number, cells[: len(COLUMNS)]), strict=True))
+                found[f"{title} sm_{arch}"] = Facts(**facts, loops=tuple(own))
     return release.removeprefix("# "), found
 
 
-def row_of(title: str, cells: Iterable[object]) -> str:
-    return " ".join([f"{title:30}", *(f"{cell:>12}" for cell in cells)])
+def row_of(title: str, cells: Iterable[object], loops: Iterable[str] = ()) -> str:
+    return " ".join([f"{title:30}", *(f"{cell:>12}" for cell in cells), *loops])
 
 
 def both(numbers: tuple[int | None, ...]) -> str:
@@ -186,11 +190,11 @@ def both(numbers: tuple[int | None, ...]) -> str:
 
 
 def write_table(release: str, facts: dict[str, Facts]) -> None:
-    loop_names = ("times", *(field.name for field in dataclasses.fields(Loop)))
-    rows = [f"# {release}", row_of("# kernel", COLUMNS), row_of(f"#   {LOOP}", loop_names)]
+    loop_rows: dict[tuple[str, ...], str] = {}  # the number of each
+    kernel_rows = []
     for name in dict.fromkeys(key.split()[0] for key in facts):
         found = [compared(name, facts[f"{name} sm_{arch}"]) for arch in ARCHITECTURES]
-        rows.append(row_of(name, (both(tuple(getattr(f, c) for f in found)) for c in COLUMNS)))
+        own = []
         for kind in sorted({loop.kind for f in found for loop in f.loops}, reverse=True):
             of_archs = (
                 [
@@ -200,9 +204,16 @@ def write_table(release: str, facts: dict[str, Facts]) -> None:
                 ]
                 for f in found
             )
-            absent = (0, *[None] * (len(loop_names) - 1))
+            absent = (0, *[None] * len(dataclasses.fields(Loop)))
             for pair in zip_longest(*of_archs, fillvalue=absent):
-                rows.append(row_of(f"  {LOOP}", map(both, zip(*pair, strict=True))))
+                times, *cells = map(both, zip(*pair, strict=True))
+                own.append(f"{loop_rows.setdefault(tuple(cells), str(len(loop_rows)))}x{times}")
+        cells = [both(tuple(getattr(f, c) for f in found)) for c in COLUMNS]
+        kernel_rows.append(row_of(name, cells, own))
+    loop_names = (field.name for field in dataclasses.fields(Loop))
+    rows = [f"# {release}", row_of("# loop", loop_names)]
+    rows += [row_of(number, cells) for cells, number in loop_rows.items()]
+    rows += [row_of("# kernel", COLUMNS, ["loops"]), *kernel_rows]
     TABLE.write_text("\n".join(rows) + "\n")
 
 
@@ -242,10 +253,15 @@ def broken_rules(name: str, found: Facts) -> list[str]:
         )
     if PLAIN.fullmatch(name) and found.fences + found.words + found.packets > 0:
         problems.append("a plain kernel polls or publishes: it has fences or strong accesses")
-    if SUMS.fullmatch(name) or COPIES.fullmatch(name):
-        at_once = tuple(loop.at_once for loop in found.loops if loop.loads)  # the most first
-        num, least = (3, AT_ONCE_OF_SUMS) if SUMS.fullmatch(name) else (1, AT_ONCE)
-        if len(at_once) < num or at_once[num - 1] < least or at_once[-1] < AT_ONCE:
+    at_once = tuple(loop.at_once for loop in found.loops if loop.loads)  # the most first
+    rules = (
+        (SUMS, 3, AT_ONCE_OF_SUMS),
+        (UPDATES, max(len(at_once), 1), AT_ONCE_OF_SUMS),
+        (COPIES, 1, AT_ONCE),
+    )
+    for kind, num, least in rules:
+        too_few = len(at_once) < num or at_once[num - 1] < least or at_once[-1] < AT_ONCE
+        if kind.fullmatch(name) and too_few:
             problems.append(
                 f"loads at once {at_once} in its loops, where the first {num} are to have {least} "
                 f"and none less than {AT_ONCE}"

@@ -74,6 +74,10 @@ MemoryCounts memory_counts(c10::DeviceIndex device);
 /// The peaks are those from now on.
 void reset_peaks(c10::DeviceIndex device);
 
+/// Of host memory to and from which copies are asynchronous, if the program asks for that.
+c10::Allocator& pinned_allocator();
+bool is_pinned(const void* data);
+
 /// Copies bytes in the order of the stream; either side may be memory of the host, which stays
 /// until then.
 void copy_bytes(void* to, const void* from, std::size_t num_bytes, c10::Stream stream);

@@ -1,7 +1,5 @@
 // What torch asks of an accelerator beside operators and memory: pinned host memory, autocast.
 
-#include "emulator/torch/host.h"
-
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
@@ -9,6 +7,8 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+
+#include "emulator/torch/device.h"
 
 namespace ringcomm::emulator {
 namespace {

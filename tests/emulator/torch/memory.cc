@@ -23,18 +23,11 @@ constexpr std::size_t kMiB = std::size_t{1} << 20;
 constexpr std::size_t kBlockUnit = 512;  // bytes, and those of the least block
 constexpr std::size_t kMaxSmallBytes = kMiB;
 
-/// Whether blocks share segments, as torch's do; otherwise each is an allocation of its own.
-bool has_segments() {
-  static const bool has = std::getenv("RINGCOMM_EMULATOR_SEGMENTS") != nullptr;
-  return has;
-}
-
-/// Whether segments are made of pieces in a range of addresses of their stream's, as torch's
-/// expandable ones are.
-bool has_pieces() {
-  static const bool has = std::getenv("RINGCOMM_EMULATOR_PIECES") != nullptr;
-  return has;
-}
+/// Blocks share segments, as torch's do, or each is an allocation of its own.
+const bool kHasSegments = std::getenv("RINGCOMM_EMULATOR_SEGMENTS") != nullptr;
+/// Segments are made of pieces in a range of addresses of their stream's, as torch's expandable
+/// ones are.
+const bool kHasPieces = std::getenv("RINGCOMM_EMULATOR_PIECES") != nullptr;
 constexpr std::size_t kPieceBytes = 2 * kMiB;
 constexpr std::size_t kRangeBytes = std::size_t{1} << 30;
 
@@ -44,14 +37,14 @@ constexpr std::size_t round_up(std::size_t num_bytes, std::size_t unit) {
 
 /// Of the block for a tensor.
 std::size_t block_bytes_of(std::size_t num_bytes) {
-  return has_segments() ? round_up(num_bytes, kBlockUnit)
-                        : std::bit_ceil(std::max(num_bytes, kBlockUnit));
+  return kHasSegments ? round_up(num_bytes, kBlockUnit)
+                      : std::bit_ceil(std::max(num_bytes, kBlockUnit));
 }
 
 /// Of the segment that is allocated for a block.
 std::size_t segment_bytes(std::size_t block_bytes) {
-  if (has_pieces()) return round_up(block_bytes, kPieceBytes);
-  if (!has_segments()) return block_bytes;
+  if (kHasPieces) return round_up(block_bytes, kPieceBytes);
+  if (!kHasSegments) return block_bytes;
   if (block_bytes <= kMaxSmallBytes) return 2 * kMiB;
   return block_bytes < 10 * kMiB ? 20 * kMiB : round_up(block_bytes, 2 * kMiB);
 }
@@ -169,7 +162,7 @@ class Heap {
     }
     block->is_free = false;
     block->is_captured = is_capturing(owner);
-    block->counted_bytes = has_segments() ? block->num_bytes : num_bytes;
+    block->counted_bytes = kHasSegments ? block->num_bytes : num_bytes;
     increase(counts_.allocated, block->counted_bytes);
     return block;
   }
@@ -223,7 +216,7 @@ class Heap {
     if (found == free_.end()) return nullptr;
     Block* block = found->second;
     if (block->owner != owner || block->is_small != is_small) return nullptr;
-    if (!has_segments() && block->num_bytes != block_bytes) return nullptr;
+    if (!kHasSegments && block->num_bytes != block_bytes) return nullptr;
     free_.erase(found);
     return block;
   }
@@ -284,7 +277,7 @@ class Heap {
 
   cuda::Result allocate_segment(cuda::DevicePtr* address, std::size_t num_bytes,
                                 c10::Stream owner) {
-    if (!has_pieces()) return driver().mem_alloc(address, num_bytes);
+    if (!kHasPieces) return driver().mem_alloc(address, num_bytes);
     return ranges_.try_emplace(owner.id(), owner.device_index())
         .first->second.map(address, num_bytes);
   }

@@ -28,7 +28,6 @@
 #include <vector>
 
 #include "emulator/torch/device.h"
-#include "emulator/torch/host.h"
 
 namespace ringcomm::emulator {
 namespace {

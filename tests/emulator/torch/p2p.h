@@ -172,11 +172,7 @@ class EmulatedP2p final : public c10d::Backend {
     return add(false, tensors.at(0), peer) ? submit(c10d::OpType::RECV) : nullptr;
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
-    for (int peer = 0; peer < size_; ++peer) {
-      add(true, inputs.at(static_cast<std::size_t>(peer)), peer);  // of no bytes too, as NCCL does
-      add(false, outputs.at(static_cast<std::size_t>(peer)), peer);
-    }
-    return submit(c10d::OpType::ALLTOALL);
+    return exchange(inputs, outputs, c10d::OpType::ALLTOALL);
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const auto root = static_cast<int>(options.rootRank);
@@ -205,17 +201,13 @@ class EmulatedP2p final : public c10d::Backend {
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions&) override {
-    for (int peer = 0; peer < size_; ++peer) {
-      add(true, inputs.at(0), peer);
-      add(false, outputs.at(0).at(static_cast<std::size_t>(peer)), peer);
-    }
-    return submit(c10d::OpType::ALLGATHER);
+    return exchange(Tensors(static_cast<std::size_t>(size_), inputs.at(0)), outputs.at(0),
+                    c10d::OpType::ALLGATHER);
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
-                          const c10d::AllgatherOptions& options) override {
-    std::vector<Tensors> outputs{output.chunk(size_)};
-    Tensors inputs{input};
-    return allgather(outputs, inputs, options);
+                          const c10d::AllgatherOptions&) override {
+    return exchange(Tensors(static_cast<std::size_t>(size_), input), output.chunk(size_),
+                    c10d::OpType::ALLGATHER);
   }
   void abort() override {
     transport_->fail(std::make_exception_ptr(
@@ -228,6 +220,15 @@ class EmulatedP2p final : public c10d::Backend {
     std::vector<P2pTransport::Message> messages;
     Tensors tensors;
   };
+
+  /// Each rank gets from each peer what that has for it, of no bytes too, as NCCL does.
+  WorkPtr exchange(const Tensors& inputs, const Tensors& outputs, c10d::OpType op_type) {
+    for (int peer = 0; peer < size_; ++peer) {
+      add(true, inputs.at(static_cast<std::size_t>(peer)), peer);
+      add(false, outputs.at(static_cast<std::size_t>(peer)), peer);
+    }
+    return submit(op_type);
+  }
 
   /// Each rank gets the inputs for it of all ranks, where they are defined, and `output` is what
   /// they reduce to, in the order of the ranks.
@@ -248,16 +249,11 @@ class EmulatedP2p final : public c10d::Backend {
       const bool is_short = to.is_floating_point() && to.element_size() < 4;
       at::Tensor result = is_short ? received[0].to(at::kFloat) : received[0];
       const auto size = static_cast<std::int64_t>(received.size());
-      for (std::size_t peer = 1; peer < received.size(); ++peer) {
-        if (op == c10d::ReduceOp::PRODUCT)
-          result.mul_(received[peer]);
-        else if (op == c10d::ReduceOp::MIN)
-          at::minimum_out(result, result, received[peer]);
-        else if (op == c10d::ReduceOp::MAX)
-          at::maximum_out(result, result, received[peer]);
-        else
-          result.add_(received[peer]);
-      }
+      for (std::size_t peer = 1; peer < received.size(); ++peer)
+        result = op == c10d::ReduceOp::PRODUCT ? result.mul_(received[peer])
+                 : op == c10d::ReduceOp::MIN   ? at::minimum(result, received[peer])
+                 : op == c10d::ReduceOp::MAX   ? at::maximum(result, received[peer])
+                                               : result.add_(received[peer]);
       if (op == c10d::ReduceOp::AVG)
         result.is_floating_point() ? result.div_(size) : result.div_(size, "trunc");
       to.copy_(result);

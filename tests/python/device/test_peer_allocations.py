@@ -217,7 +217,7 @@ def test_freed_before_it_is_mapped(rank: int) -> None:
 @in_two
 def test_many(rank: int) -> None:
     """Allocations of one rank."""
-    tensors = [torch.empty(1 << 19, dtype=torch.int32, device=GPU) for _ in range(140)]
+    tensors = [torch.empty(1 << 19, dtype=torch.int32, device=GPU) for _ in range(200)]
     for turn in range(3):
         for tensor in tensors:
             tensor.fill_(rank + turn)
@@ -225,6 +225,9 @@ def test_many(rank: int) -> None:
         for tensor in tensors[::23]:
             assert tensor[:: 1 << 16].unique().tolist() == [1 + 2 * turn]
     assert num_mapped() == len(tensors)
+    in_place, staged = long_calls()
+    assert in_place >= len(tensors)
+    assert in_place + staged == 3 * len(tensors)
 
 
 @in_two
@@ -298,7 +301,8 @@ def test_scarce_memory_is_not_held_for_others(rank: int) -> None:
     said = stderr_of(lambda: check_sums(tensor))
     assert said.count("less than a sixteenth of the GPU's memory is free") == 1
     assert num_mapped() == 0
-    assert long_calls() == (0, 1 + FEW_CALLS)
+    assert bytes_read_of_peers(tensor) == 0
+    assert long_calls() == (0, 1 + FEW_CALLS)  # all bytes of each were staged
 
 
 @in_two

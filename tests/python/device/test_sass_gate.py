@@ -25,6 +25,7 @@ SPEC.loader.exec_module(gate)
 USAGE = "  REG:40 STACK:{stack} SHARED:5744 LOCAL:0 CONSTANT[0]:2464 TEXTURE:0 SURFACE:0 SAMPLER:0"
 SUM = "reduce_bfloat16 sm_90"
 RING = "ring_bfloat16 sm_90"
+UPDATE = "update_adamw_float32_bfloat16 sm_90"
 COPY = "move sm_90"
 PACKETS = "one_shot_bfloat16 sm_90"
 
@@ -166,6 +167,9 @@ FAULTS: dict[str, tuple[str, list[str], Callable[[list[str]], list[str]], str]] 
         "loads at once (1,) in its loops"),
     "fewer loads than the source asks for, in table and code": (
         SUM, kernel(*[sum_loop(10 + i, 4) for i in range(4)]), lambda c: c, "(4, 4, 4, 4)"),
+    "fewer loads in one loop of an update, in table and code": (
+        UPDATE, kernel(sum_loop(10, 12), sum_loop(11, 7)), lambda c: c, "(12, 7)"),
+    "an update of no vectors": (UPDATE, ["EXIT"], lambda c: c, "()"),
     "a spill in a hot kernel": (
         SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", "STL [R1], R4"), "local 1, of a hot kernel"),
     "a trap, in table and code": (
@@ -234,19 +238,20 @@ def test_where_a_cold_kernel_spills_is_not_compared() -> None:
 
 def test_the_table_has_each_loop_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "TABLE", tmp_path / "table.txt")
-    other = kernel(*SUM_LOOPS[:3], sum_loop(13, 8, 1), sum_loop(14, 6, 4))
-    of_90, of_100 = facts(SUM_CODE, stack=32), facts(other, registers=64, stack=32)
-    found = {f"{name} {arch}": of_arch for name in ("ring_any", "ring_bfloat16")
+    more = kernel(*SUM_LOOPS[:3], sum_loop(13, 8, 1), sum_loop(14, 6, 4))
+    of_90, of_100 = facts(SUM_CODE, stack=32), facts(more, registers=64, stack=32)
+    found = {f"{name} {arch}": of_arch for name in ("ring_any", "ring_bfloat16", "ring_float16")
              for arch, of_arch in (("sm_100", of_100), ("sm_90", of_90))}  # fmt: skip
     gate.write_table("release 13.0", found)
     table = {key: gate.compared(key.split()[0], of_arch) for key, of_arch in found.items()}
     assert gate.read_table() == ("release 13.0", table)
-    _, _, _, cold, hot, *loops = map(str.split, gate.TABLE.read_text().splitlines())
-    assert cold[:4] == ["ring_any", "40/64", "-", "0"]
-    assert hot[:4] == ["ring_bfloat16", "40/64", "32", "0"]
-    assert [loop[1:5] for loop in loops] == [
-        cells.split() for cells in ("1 8 8 4", "1 8 8 2", "1/2 8 8 1", "0/1 6 6 4", "1/0 4 4 4")
+    _, _, *loops, _, cold, hot, other = map(str.split, gate.TABLE.read_text().splitlines())
+    assert [loop[:4] for loop in loops] == [
+        cells.split() for cells in ("0 8 8 4", "1 8 8 2", "2 8 8 1", "3 6 6 4", "4 4 4 4")
     ]
+    assert (cold[:4], cold[9:]) == (["ring_any", "40/64", "-", "0"], [])
+    assert hot[:4] == ["ring_bfloat16", "40/64", "32", "0"]
+    assert hot[9:] == other[9:] == ["0x1", "1x1", "2x1/2", "3x0/1", "4x1/0"]
 
 
 def test_another_nvcc_has_the_rules_alone() -> None:
