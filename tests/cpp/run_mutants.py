@@ -11,7 +11,7 @@ This is not a back end of tests/judge: its verdict is not whether tests fail, bu
 violation each scenario has, and of some mutants that a scenario has none. What is above the
 protocols has rows in tests/judge/faults/engine.toml.
 
-    python3 tests/cpp/run_mutants.py [--cxx c++] [--keep DIR] [--only NAME]
+    python3 tests/cpp/run_mutants.py [--cxx c++] [--only NAME]
 
 Exit status 0 if every mutant behaves as expected.
 """
@@ -28,7 +28,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from checker.mutants import MUTANTS, Mutant, Run
+from checker.mutants import MUTANTS, Mutant
 
 CPP_TESTS = pathlib.Path(__file__).resolve().parent
 ROOT = CPP_TESTS.parent.parent
@@ -99,10 +99,10 @@ def replace(source: pathlib.Path, old: str, new: str) -> None:
     source.write_text(text[: places[0].start()] + new + text[places[0].end() :])
 
 
-def check(checker: pathlib.Path, expectation: Run) -> tuple[str, float]:
+def check(checker: pathlib.Path, scenario: str, *flags: str) -> tuple[str, float]:
     """What the checker found ("ok" or a kind of violation), and how long it took."""
     begin = time.monotonic()
-    done = run([str(checker), "--scenario", expectation.scenario, *expectation.flags])
+    done = run([str(checker), "--scenario", scenario, *flags])
     took_s = time.monotonic() - begin
     found = re.search(r"^violation: (\w+)", done.stdout, re.MULTILINE)
     if found:
@@ -141,12 +141,12 @@ def try_mutant(
         }
         checker = link(cxx, list((objects | mutated).values()), place / "checker")
         lines = []
-        for expectation in mutant.runs:
-            found, took_s = check(checker, expectation)
-            is_expected = found == expectation.expected
-            verdict = "as expected" if is_expected else f"MISSED, expected {expectation.expected}"
-            scenario = " ".join((expectation.scenario, *expectation.flags))
-            lines.append(f"{mutant.name:24} {scenario:32} {found:10} {took_s:6.2f} s  {verdict}")
+        for text in mutant.runs.split(", "):
+            scenario, expected, *flags = text.split()
+            found, took_s = check(checker, scenario, *flags)
+            verdict = "as expected" if found == expected else f"MISSED, expected {expected}"
+            ran = " ".join((scenario, *flags))
+            lines.append(f"{mutant.name:24} {ran:32} {found:10} {took_s:6.2f} s  {verdict}")
         return lines
     except Failure as failure:
         return [f"{mutant.name:24} FAILED: {failure}"]
@@ -157,7 +157,6 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cxx", default="c++", help="C++20 compiler (default: %(default)s)")
-    parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="build here and leave it")
     parser.add_argument("--only", action="append", metavar="NAME", help="this mutant; repeatable")
     arguments = parser.parse_args()
     names = arguments.only or [mutant.name for mutant in MUTANTS]
@@ -194,10 +193,6 @@ def run_all(arguments: argparse.Namespace, work: pathlib.Path) -> bool:
 def main() -> int:
     arguments = parse_arguments()
     try:
-        if arguments.keep:
-            shutil.rmtree(arguments.keep, ignore_errors=True)
-            arguments.keep.mkdir(parents=True)
-            return 0 if run_all(arguments, arguments.keep.resolve()) else 1
         with tempfile.TemporaryDirectory(prefix="ringcomm_mutants_") as work:
             return 0 if run_all(arguments, pathlib.Path(work)) else 1
     except Failure as failure:

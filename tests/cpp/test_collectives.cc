@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "hosts_ranks.h"
-#include "sanitizers.h"
+#include "memory_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "transport/shm/context.h"
 
@@ -222,7 +221,7 @@ std::uint64_t sent_by(Communicator& communicator, const Case& c, Algorithm count
   return after.sent_bytes - before.sent_bytes;
 }
 
-// Over messages the others send along trees: test_message_collectives.cc has what they do.
+// Over messages the others send along trees: test_messages.cc has what they do.
 TEST_CASE("the bytes of a call are those of its formula") {
   for (const char* placement : {"aa", "aaa", "aaaa", "abcd"}) {
     const bool is_memory = placement[0] == placement[1];

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "hosts_ranks.h"
+#include "memory_messages.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

@@ -27,13 +27,12 @@
 
 #include "children.h"
 #include "collective_case.h"
-#include "collectives/send_recv.h"
 #include "core/annotations.h"
 #include "folder_store.h"
 #include "host/process.h"
 #include "host/shared_arena.h"
 #include "host/wait.h"
-#include "sanitizers.h"
+#include "send_recv_messages.h"
 #include "socket_messages.h"
 #include "third_party/doctest/doctest.h"
 
@@ -41,9 +40,8 @@ namespace {
 
 using namespace ringcomm;
 using std::chrono::milliseconds;
-using testing::Case;
-using testing::CaseBuffers;
 using testing::FolderStore;
+using testing::run_case;
 
 constexpr int kMaxRanks = 4;
 constexpr const char* kPlanVariable = "RINGCOMM_TEST_DEATHS";
@@ -116,62 +114,43 @@ struct Plan {
 Board* board = nullptr;
 Plan plan;
 
-void call(Communicator& communicator, const Case& c, const WaitLimits& limits) {
-  CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
-  communicator.run(buffers.call(), limits);
-  buffers.check();
-}
-
 void run_collectives(Communicator& communicator, const WaitLimits& limits) {
   communicator.run({{.op = OpKind::kBarrier}}, limits);
   for (const Algorithm algorithm : testing::kAlgorithms)
-    call(communicator, {.algorithm = algorithm, .num_elems = 300}, limits);
+    run_case(communicator, {.algorithm = algorithm, .num_elems = 300}, limits);
   for (const OpKind op : {OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
                           OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
-    call(communicator, {.op = op, .root = testing::rooted(op) ? 1 : -1, .num_elems = 100}, limits);
-  call(communicator, {.op = OpKind::kAllToAll, .num_elems = 50, .is_uneven = true}, limits);
-}
-
-SendRecvOpPtr post(Communicator& communicator, OpKind kind, int peer, std::vector<std::byte>& data,
-                   const WaitLimits& limits) {
-  auto made = std::make_shared<SendRecvOp>();
-  made->kind = kind;
-  made->peer = peer;
-  made->data = data.data();
-  made->num_bytes = data.size();
-  made->timeout = limits.timeout;
-  communicator.send_recv()->post(made);
-  return made;
-}
-
-void finish(Communicator& communicator, const SendRecvOpPtr& op) {
-  communicator.send_recv()->wait(op, SendRecv::Clock::time_point::max(), {});
-  if (op->error != nullptr) std::rethrow_exception(op->error);
+    run_case(communicator, {.op = op, .root = testing::rooted(op) ? 1 : -1, .num_elems = 100},
+             limits);
+  run_case(communicator, {.op = OpKind::kAllToAll, .num_elems = 50, .is_uneven = true}, limits);
 }
 
 void send_around(Communicator& communicator, const WaitLimits& limits) {
   const int rank = communicator.rank(), world_size = communicator.world_size();
-  std::vector<std::byte> out(300'000), in(out.size());  // more than a link holds, in two pieces
-  const auto sent = post(communicator, OpKind::kSend, (rank + 1) % world_size, out, limits);
-  const auto received =
-      post(communicator, OpKind::kRecv, (rank + world_size - 1) % world_size, in, limits);
-  for (const auto& waited : {received, sent}) finish(communicator, waited);
+  // More than a link holds, in two pieces.
+  const auto sent = testing::post_send(communicator, (rank + 1) % world_size, 0,
+                                       testing::Bytes(300'000), limits.timeout);
+  const auto received = testing::post_recv(communicator, (rank + world_size - 1) % world_size, 0,
+                                           300'000, limits.timeout);
+  for (const auto* waited : {&received, &sent}) testing::finish(communicator, *waited);
 }
 
 // What `to` gets from all other ranks, which need nothing of it: messages, one of them small enough
 // for an envelope, and calls.
 void send_and_call(Communicator& communicator, int to, const WaitLimits& limits) {
-  call(communicator, {.num_elems = 300}, limits);
+  run_case(communicator, {.num_elems = 300}, limits);
   for (const std::size_t num_bytes : {std::size_t{4}, std::size_t{300'000}}) {
-    std::vector<std::byte> data(num_bytes);
     if (communicator.rank() != to)
-      finish(communicator, post(communicator, OpKind::kSend, to, data, limits));
+      testing::finish(communicator, testing::post_send(communicator, to, 0,
+                                                       testing::Bytes(num_bytes), limits.timeout));
     for (int peer = 0; peer < communicator.world_size() && communicator.rank() == to; ++peer)
-      if (peer != to) finish(communicator, post(communicator, OpKind::kRecv, peer, data, limits));
+      if (peer != to)
+        testing::finish(communicator,
+                        testing::post_recv(communicator, peer, 0, num_bytes, limits.timeout));
   }
   const int root = (to + 1) % communicator.world_size();
-  call(communicator, {.op = OpKind::kBroadcast, .root = root, .num_elems = 100}, limits);
-  call(communicator, {.op = OpKind::kGather, .root = to, .num_elems = 100}, limits);
+  run_case(communicator, {.op = OpKind::kBroadcast, .root = root, .num_elems = 100}, limits);
+  run_case(communicator, {.op = OpKind::kGather, .root = to, .num_elems = 100}, limits);
 }
 
 void sum_shared(Communicator& communicator, const WaitLimits& limits) {

@@ -12,7 +12,6 @@
 #include "collectives/fused_update.h"
 #include "core/chunk_layout.h"
 #include "kernels/updates/update_op.h"
-#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "gpu_ranks.h"
-#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

@@ -6,7 +6,6 @@
 
 #include "core/chunk_layout.h"
 #include "gpu_ranks.h"
-#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

@@ -40,7 +40,6 @@
 #include "host/threads.h"
 #include "host/unix_socket.h"
 #include "host/workers.h"
-#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 

@@ -11,8 +11,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "hosts_ranks.h"
-#include "sanitizers.h"
+#include "memory_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "transport/messages/exchange.h"
 

@@ -14,8 +14,8 @@
 #include "kernels/reductions/reduce_op.h"
 #include "operator_case.h"
 #include "reduce_oracle.h"
-#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
 
 namespace {
 

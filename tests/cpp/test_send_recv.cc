@@ -15,7 +15,7 @@
 
 #include "collective_case.h"
 #include "host/rendezvous.h"
-#include "hosts_ranks.h"
+#include "memory_messages.h"
 #include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "transport/shm/context.h"

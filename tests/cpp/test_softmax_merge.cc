@@ -1,5 +1,5 @@
-// Merging the stats of parts of a row: directly, and by an all_reduce with every algorithm and
-// transport.
+// Rows in parts: merging the stats of parts, directly, and by an all_reduce with every algorithm
+// and transport; and the cluster whose blocks hold a row.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "hosts_ranks.h"
 #include "kernels/common/tables.h"
-#include "sanitizers.h"
+#include "kernels/losses/loss_call.h"
+#include "memory_messages.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -196,6 +196,28 @@ TEST_CASE("all_reduce of stats with every algorithm on every carrier") {
           {.is_rank_ordered = is_rank_ordered}, std::chrono::microseconds(50));
       for (const auto& result : results) CHECK(result == results[0]);
     }
+}
+
+TEST_CASE("loss plan: the smallest cluster whose registers and shared memory hold a row") {
+  const auto blocks_for = [](std::int64_t row_bytes, bool is_aligned) {
+    const auto plan = cuda::plan_loss(row_bytes, is_aligned);
+    if (!plan.has_value()) return 0U;
+    const auto num_vectors = (row_bytes + 15) / 16 + (is_aligned ? 0 : 1);
+    CHECK(plan->segment_vectors * plan->cluster_blocks >= num_vectors);
+    CHECK(plan->segment_vectors <= cuda::kLossThreads * cuda::kVectorsPerThread);
+    CHECK(plan->shared_bytes() <= 227 << 10);
+    return plan->cluster_blocks;
+  };
+  CHECK(blocks_for(2 * 8192, true) == 0);
+  CHECK(blocks_for(2 * 32000, true) == 1);
+  CHECK(blocks_for(2 * 32768, true) == 1);
+  CHECK(blocks_for(2 * 32768, false) == 2);
+  CHECK(blocks_for(2 * 50257, false) == 2);
+  CHECK(blocks_for(2 * 128256, true) == 4);
+  CHECK(blocks_for(2 * 151936, true) == 8);
+  CHECK(blocks_for(4 * 128256, true) == 8);
+  CHECK(blocks_for(2 * 262144, true) == 8);
+  CHECK(blocks_for(2 * 262144, false) == 0);
 }
 
 }  // namespace

@@ -15,8 +15,8 @@
 #include "host/host_arch.h"
 #include "host/process.h"
 #include "host/wait.h"
-#include "test_stop.h"
 #include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
-#include "explorer.h"
-
 #include <algorithm>
 #include <random>
+
+#include "machine.h"
 
 namespace ringcomm::checker {
 namespace {

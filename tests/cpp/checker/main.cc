@@ -1,7 +1,7 @@
 // Explores the interleavings of the protocols in csrc/core: `checker [--list] [--scenario
 // NAME]...`.
 //
-// memory.h defines the machine and its checks, machine.h a state, explorer.h the search,
+// memory.h defines the machine and its checks, machine.h a state, explorer.cc the search,
 // scenarios_*.cc the programs. Limits: only release and relaxed stores are delayed; a load never
 // returns a value older than the newest visible one; park() has no spurious end except after a
 // death.
@@ -13,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "explorer.h"
 #include "scenarios.h"
 
 namespace ringcomm::checker {
@@ -48,8 +47,8 @@ std::string text_of(const Scenario& scenario) {
 
 std::vector<Scenario> all_scenarios() {
   std::vector<Scenario> all;
-  for (auto* list : {&link_scenarios, &ring_scenarios, &board_scenarios, &lend_scenarios,
-                     &packet_scenarios, &shard_scenarios, &host_scenarios, &survivor_scenarios}) {
+  for (auto* list : {&link_scenarios, &board_scenarios, &packet_scenarios, &all_to_all_scenarios,
+                     &survivor_scenarios}) {
     for (Scenario& scenario : list()) all.push_back(std::move(scenario));
   }
   return all;

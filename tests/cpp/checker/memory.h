@@ -9,9 +9,25 @@
 #include <vector>
 
 #include "core/arch.h"
-#include "violation.h"
 
 namespace ringcomm::checker {
+
+/// The errors of a protocol. run_mutants.py uses these names and expects one per mutant.
+enum class ViolationKind {
+  kRace,       ///< payload accesses that no publication orders
+  kUnowned,    ///< a slot or region touched outside its owner's turn
+  kDeadlock,   ///< no rank can run and one has not finished: a lost wake-up, a missed death, a
+               ///< cycle
+  kWrongData,  ///< a rank finished and its result is not the exact sum or copy
+  kBadStop,    ///< a rank stopped without a reason, or although its condition had been published
+};
+
+struct Violation {
+  ViolationKind kind;
+  std::string text;
+};
+
+const char* name_of(ViolationKind kind);
 
 inline constexpr int kMaxRanks = 4;
 inline constexpr int kMaxWords = 32;  // 16 cursors: value and sleepers of each

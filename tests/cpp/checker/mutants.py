@@ -1,28 +1,22 @@
 """What run_mutants.py breaks in csrc/core, and as what the checker must see it."""
 
 import dataclasses
-
-NO_OWNER = "--no-owner"  # happens-before, data and progress only, not whose turn a slot is
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One run of the checker: `expected` is a kind of violation, or "ok" if it can see none."""
-
-    scenario: str
-    expected: str
-    flags: tuple[str, ...] = ()
+import functools
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """Of the protocols: a replacement in a header of csrc/core, and runs of the checker."""
+    """Of the protocols: a replacement in a header of csrc/core, and runs of the checker.
 
-    name: str
+    A run is a scenario, the expected kind of violation ("ok" if there is none), and options.
+    --no-owner looks at happens-before, data and progress only, not at whose turn a slot is.
+    """
+
     header: str
+    name: str
     old: str
     new: str
-    runs: tuple[Run, ...]
+    runs: str
 
 
 STORE = "  arch.store_seq_cst(cursor.value, value);\n"
@@ -38,304 +32,255 @@ OPEN_ALL = "cursor_of(peer); }, phase_);"
 WAIT_WAIT = "wait_at_least(arch_, cursor_of(peer), phase_, peer)"
 REJOIN = "publish();\n    return wait_all();"
 
+board_protocol = functools.partial(Mutant, "board_protocol.h")
+chunk_layout = functools.partial(Mutant, "chunk_layout.h")
+link_protocol = functools.partial(Mutant, "link_protocol.h")
+packet_protocol = functools.partial(Mutant, "packet_protocol.h")
+survivor_protocol = functools.partial(Mutant, "survivor_protocol.h")
+wait_policy = functools.partial(Mutant, "wait_policy.h")
+
 MUTANTS = (
-    Mutant(
+    wait_policy(
         "relaxed_publish",
-        "wait_policy.h",
         STORE,
         "  arch.store_relaxed(cursor.value, value);\n",
-        (Run("link", "race"), Run("board2", "race")),
+        "link race, board2 race",
     ),
-    Mutant(
+    wait_policy(
         "release_publish",
-        "wait_policy.h",
         STORE,
         "  arch.store_release(cursor.value, value);\n",
-        (Run("link", "deadlock"), Run("ring2", "deadlock"), Run("board2", "deadlock")),
+        "link deadlock, ring2 deadlock, board2 deadlock",
     ),
-    Mutant(
+    wait_policy(
         "look_before_publish",
-        "wait_policy.h",
         STORE + LOOK,
         "  const bool has_sleepers = arch.load_seq_cst(cursor.sleepers) != 0;\n"
         + STORE
         + "  if (has_sleepers) wake_sleepers(arch, cursor);\n",
-        (Run("link", "deadlock"),),
+        "link deadlock",
     ),
-    Mutant("sleep_unannounced", "wait_policy.h", ANNOUNCE, "", (Run("link", "deadlock"),)),
+    wait_policy("sleep_unannounced", ANNOUNCE, "", "link deadlock"),
     # Harmless, and known to be: park() compares the word once more, after the announcement, in the
     # kernel. The sequence matters as soon as a machine's park() does not.
-    Mutant(
+    wait_policy(
         "announce_after_look",
-        "wait_policy.h",
         ANNOUNCE + LOOK_AGAIN,
         LOOK_AGAIN + ANNOUNCE,
-        (Run("link", "ok"), Run("ring2", "ok"), Run("board2", "ok")),
+        "link ok, ring2 ok, board2 ok",
     ),
-    Mutant(
+    wait_policy(
         "no_abort_check",
-        "wait_policy.h",
         GIVE_UP + SLEEP,
         SLEEP,
-        (Run("link_death", "deadlock"), Run("board2_death", "deadlock")),
+        "link_death deadlock, board2_death deadlock",
     ),
-    Mutant(
+    wait_policy(
         "stop_before_cursor",
-        "wait_policy.h",
         LAST_WORD + GIVE_UP + SLEEP,
         GIVE_UP + SLEEP,
-        (Run("link_death", "bad_stop"),),
+        "link_death bad_stop",
     ),
-    Mutant(
+    link_protocol(
         "early_release",
-        "link_protocol.h",
         RECEIVED + "  arch.copy(output, received, num_bytes);\n  from.release();\n",
         RECEIVED + "  from.release();\n  arch.copy(output, received, num_bytes);\n",
-        (Run("link", "unowned"), Run("link", "race", (NO_OWNER,))),
+        "link unowned, link race --no-owner",
     ),
-    Mutant(
+    link_protocol(
         "publish_before_fill",
-        "link_protocol.h",
         "  arch.copy(slot, local, num_bytes);\n  to.publish();\n",
         "  to.publish();\n  arch.copy(slot, local, num_bytes);\n",
-        (Run("link", "unowned"), Run("link", "race", (NO_OWNER,))),
+        "link unowned, link race --no-owner",
     ),
     # The ring of two hides it from clocks and data: the message that would overwrite a slot comes
     # after one that the neighbour sent after it had read that slot. Only the ownership rule sees it
     # there.
-    Mutant(
+    link_protocol(
         "credit_too_many",
-        "link_protocol.h",
         "wait_drained(geometry_.num_slots - 1)",
         "wait_drained(geometry_.num_slots)",
-        (
-            Run("ring2", "ok", (NO_OWNER,)),
-            Run("ring2", "unowned"),
-            Run("ring3", "wrong_data", (NO_OWNER,)),
-            Run("ring4", "race", (NO_OWNER,)),
-            Run("ring4_walks", "race", (NO_OWNER,)),
-        ),
+        "ring2 ok --no-owner, ring2 unowned, ring3 wrong_data --no-owner,"
+        " ring4 race --no-owner, ring4_walks race --no-owner",
     ),
-    Mutant(
+    link_protocol(
         "try_credit_too_many",
-        "link_protocol.h",
         ">= geometry_.num_slots) return false;",
         "> geometry_.num_slots) return false;",
-        (Run("link_poll", "unowned"), Run("link_poll", "wrong_data", (NO_OWNER,))),
+        "link_poll unowned, link_poll wrong_data --no-owner",
     ),
-    Mutant(
+    link_protocol(
         "read_before_published",
-        "link_protocol.h",
         "wait_at_least(arch_, *geometry_.tail, head_ + 1, peer_)",
         "wait_at_least(arch_, *geometry_.tail, head_, peer_)",
-        (Run("link", "race"),),
+        "link race",
     ),
-    Mutant(
+    link_protocol(
         "tail_reset",
-        "link_protocol.h",
         "advance(arch_, *geometry_.tail, ++tail_);",
         "advance(arch_, *geometry_.tail, ++tail_ % geometry_.num_slots);",
-        (Run("link", "deadlock", (NO_OWNER,)), Run("ring2", "deadlock", (NO_OWNER,))),
+        "link deadlock --no-owner, ring2 deadlock --no-owner",
     ),
-    Mutant(
+    link_protocol(
         "drained_too_early",
-        "link_protocol.h",
         "tail_ - max_in_flight, peer_",
         "tail_ - max_in_flight - (max_in_flight == 0), peer_",
-        (Run("link_recut", "wrong_data"),),
+        "link_recut wrong_data",
     ),
-    Mutant(
+    board_protocol(
         "board_open_unchecked",
-        "board_protocol.h",
         OPEN_WAIT,
         OPEN_WAIT.replace("wait_all()", "WaitStatus::kNone"),
-        (Run("board3_first", "unowned"), Run("board3_first", "wrong_data", (NO_OWNER,))),
+        "board3_first unowned, board3_first wrong_data --no-owner",
     ),
-    Mutant(
+    board_protocol(
         "board_open_phase_early",
-        "board_protocol.h",
         OPEN_ALL,
         OPEN_ALL.replace("phase_)", "phase_ - 2 * (phase_ > 1))"),  # a cursor counts in twos
-        (Run("board3_first", "unowned"), Run("board3_first", "wrong_data", (NO_OWNER,))),
+        "board3_first unowned, board3_first wrong_data --no-owner",
     ),
     # With two ranks there is only one to ask.
-    Mutant(
+    wait_policy(
         "board_one_reader_asked",
-        "wait_policy.h",
         "arch.each(world_size - 1, [&]",
         "arch.each(1, [&]",
-        (Run("board2", "ok"), Run("board3_first", "wrong_data", (NO_OWNER,))),
+        "board2 ok, board3_first wrong_data --no-owner",
     ),
-    Mutant(
+    board_protocol(
         "board_wait_phase_early",
-        "board_protocol.h",
         WAIT_WAIT,
         WAIT_WAIT.replace("phase_,", "phase_ - (phase_ > 0),"),
-        (
-            Run("board2", "unowned"),
-            Run("board2", "race", (NO_OWNER,)),
-            Run("lend2", "race"),
-            Run("lend3", "race"),
-        ),
+        "board2 unowned, board2 race --no-owner, lend2 race, lend3 race",
     ),
     # Leaves before the peers have done with what was lent to them.
-    Mutant(
+    board_protocol(
         "rejoin_unwaited",
-        "board_protocol.h",
         REJOIN,
         "publish();\n    return WaitStatus::kNone;",
-        (Run("lend2", "race"), Run("lend3", "race")),
+        "lend2 race, lend3 race",
     ),
     # Waits, but does not say that it has done itself.
-    Mutant(
+    board_protocol(
         "rejoin_unpublished",
-        "board_protocol.h",
         REJOIN,
         "return wait_all();",
-        (Run("lend2", "race"), Run("lend3", "race")),
+        "lend2 race, lend3 race",
     ),
     # A reader that is not told waits for ever; one that is told too early reads what is not there.
-    Mutant(
+    wait_policy(
         "copies_one_missed",
-        "wait_policy.h",
         "      num_readers, [&]",
         "      num_readers - 1, [&]",
-        (Run("board2_copies", "deadlock"), Run("board3_copies", "deadlock")),
+        "board2_copies deadlock, board3_copies deadlock",
     ),
-    Mutant(
+    wait_policy(
         "copies_relaxed",
-        "wait_policy.h",
         "arch.store_seq_cst_each(",
         "arch.store_relaxed_each(",
-        (Run("board2_copies", "race"), Run("board3_copies", "race")),
+        "board2_copies race, board3_copies race",
     ),
     # Believes its own cursor, and so waits for nobody.
-    Mutant(
+    board_protocol(
         "copies_own_asked",
-        "board_protocol.h",
         "Cursor& { return cursor_of(peer); }",
         "Cursor& { return cursor_of(rank_); }",
-        (Run("board3_copies", "unowned"), Run("board3_copies", "wrong_data", (NO_OWNER,))),
+        "board3_copies unowned, board3_copies wrong_data --no-owner",
     ),
-    Mutant(
+    wait_policy(
         "copies_sleepers_forgotten",
-        "wait_policy.h",
         "wake_sleepers(arch, cursor_of(reader));",
         "(void)reader;",
-        (Run("board2_copies", "deadlock"),),
+        "board2_copies deadlock",
     ),
     # Looks where the peer publishes the next phase.
-    Mutant(
+    board_protocol(
         "board_wrong_cursor",
-        "board_protocol.h",
         "geometry_.cursor(rank_, peer, phase_ - 1)",
         "geometry_.cursor(rank_, peer, phase_)",
-        (Run("board2", "deadlock"), Run("lend2", "deadlock")),
+        "board2 deadlock, lend2 deadlock",
     ),
-    Mutant(
+    board_protocol(
         "board_wrong_region",
-        "board_protocol.h",
         "geometry_.region(peer, phase_ - 1)",
         "geometry_.region(peer, phase_)",
-        (Run("board2", "unowned"), Run("board2", "race", (NO_OWNER,))),
+        "board2 unowned, board2 race --no-owner",
     ),
     # What is published beside a cursor in the next phase overwrites what a slow peer has not read.
-    Mutant(
+    board_protocol(
         "payload_one_cursor",
-        "board_protocol.h",
         "geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).payload",
         "geometry_.cursor(rank_, rank, 0).payload",
-        (Run("board2_payload", "unowned"), Run("board2_payload", "race", (NO_OWNER,))),
+        "board2_payload unowned, board2_payload race --no-owner",
     ),
-    Mutant(
+    board_protocol(
         "payload_read_of_next",
-        "board_protocol.h",
         "rank == rank_ ? phase_ : phase_ - 1).payload",
         "phase_).payload",
-        (Run("board2_payload", "unowned"), Run("board3_payload", "race", (NO_OWNER,))),
+        "board2_payload unowned, board3_payload race --no-owner",
     ),
-    Mutant(
+    chunk_layout(
         "shards_fewest_phases",
-        "chunk_layout.h",
         "most = std::max(most, senders[from].num_pieces);",
         "most = from == 0 ? senders[0].num_pieces : std::min(most, senders[from].num_pieces);",
-        (Run("shards2", "wrong_data"), Run("shards3", "wrong_data")),
+        "shards2 wrong_data, shards3 wrong_data",
     ),
     # All-to-all in place: a longer slice comes in than has gone out.
-    Mutant(
+    chunk_layout(
         "shards_not_kept",
-        "chunk_layout.h",
         "return senders[peer].num_pieces < senders[rank].num_pieces ||"
         " senders[peer].elems != given_elems;",
         "return false;",
-        (
-            Run("shards2", "ok"),
-            Run("shards2_in_place", "wrong_data"),
-            Run("shards3_in_place", "wrong_data"),
-        ),
+        "shards2 ok, shards2_in_place wrong_data, shards3_in_place wrong_data",
     ),
     # Ranks of a host wait for each other there, and for a rank of the other one in a circle.
-    Mutant(
+    chunk_layout(
         "hosts_inside_last",
-        "chunk_layout.h",
         "const bool is_inside_last = !is_inside_first;",
         "const bool is_inside_last = true || is_inside_first;",
-        (
-            Run("hosts_aab", "ok"),
-            Run("hosts_aaab", "deadlock"),
-            Run("hosts_aaba", "deadlock"),
-            Run("hosts_aaab_short", "ok"),
-        ),
+        "hosts_aab ok, hosts_aaab deadlock, hosts_aaba deadlock, hosts_aaab_short ok",
     ),
-    Mutant(
+    chunk_layout(
         "hosts_unfinished",
-        "chunk_layout.h",
         "if (is_inside_last) inside();\n  finish();",
         "if (is_inside_last) inside();",
-        (Run("hosts_aaab", "wrong_data"),),
+        "hosts_aaab wrong_data",
     ),
     # One place for all calls: a packet is overwritten before it was read.
-    Mutant(
+    packet_protocol(
         "packet_one_place",
-        "packet_protocol.h",
         "number % 2",
         "number % 1",
-        (Run("packet2", "deadlock"), Run("packet2_high", "deadlock")),
+        "packet2 deadlock, packet2_high deadlock",
     ),
     # Believes a packet whose other half is still that of an earlier call.
-    Mutant(
+    packet_protocol(
         "packet_half_flagged",
-        "packet_protocol.h",
         "if (low >> 32 != flag || high >> 32 != flag) return false;",
         "if (low >> 32 != flag) return false;",
-        (Run("packet2", "wrong_data"), Run("packet2_high", "ok")),
+        "packet2 wrong_data, packet2_high ok",
     ),
-    Mutant(
+    packet_protocol(
         "packet_flag_of_turn",
-        "packet_protocol.h",
         "number % 0xffffffffu",
         "number % 2",
-        (Run("packet2", "wrong_data"),),
+        "packet2 wrong_data",
     ),
-    Mutant(
+    survivor_protocol(
         "verdict_not_first",
-        "survivor_protocol.h",
         "arch_.set_first(words_.verdict(attempt), has_made ? kAllMade : kFailed);",
         "arch_.store_seq_cst(words_.verdict(attempt), has_made ? kAllMade : kFailed);",
-        (Run("survivors2_impatient", "wrong_data"),),
+        "survivors2_impatient wrong_data",
     ),
-    Mutant(
+    survivor_protocol(
         "chosen_not_first",
-        "survivor_protocol.h",
         "arch_.set_first(words_.chosen(attempt), static_cast<std::uint64_t>(rank_) + 1);",
         "arch_.store_seq_cst(words_.chosen(attempt), static_cast<std::uint64_t>(rank_) + 1);",
-        (Run("survivors2_impatient", "wrong_data"),),
+        "survivors2_impatient wrong_data",
     ),
-    Mutant(
+    survivor_protocol(
         "verdict_without_wait",
-        "survivor_protocol.h",
         "has_made = wait_for(attempt, kMade, peer) == WaitStatus::kNone;",
         "has_made = true;",
-        (Run("survivors2_death", "wrong_data"),),
+        "survivors2_death wrong_data",
     ),
 )

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/board_protocol.h"
@@ -8,14 +10,25 @@
 
 namespace ringcomm::checker {
 
-std::vector<Scenario> link_scenarios();
-std::vector<Scenario> ring_scenarios();
+std::vector<Scenario> all_to_all_scenarios();
 std::vector<Scenario> board_scenarios();
-std::vector<Scenario> host_scenarios();
-std::vector<Scenario> lend_scenarios();
+std::vector<Scenario> link_scenarios();
 std::vector<Scenario> packet_scenarios();
-std::vector<Scenario> shard_scenarios();
 std::vector<Scenario> survivor_scenarios();
+
+/// One whose memory `given` lays out, and whose ranks run body(arch, shape, rank).
+template <class Shape, class Body>
+Scenario scenario_of(std::string name, std::string text, int num_ranks, Shape given, Body body) {
+  auto shape = std::make_shared<Shape>(std::move(given));
+  Scenario scenario;
+  scenario.name = std::move(name);
+  scenario.text = std::move(text);
+  scenario.num_ranks = num_ranks;
+  scenario.setup = [shape](Memory& memory) { shape->lay_out(memory); };
+  scenario.body = [shape, body](CheckerArch& arch, int rank) { return body(arch, *shape, rank); };
+  scenario.check = [shape](const Memory& memory, int rank) { return shape->check(memory, rank); };
+  return scenario;
+}
 
 /// What rank `rank` contributes at `elem_idx`: sums show which ranks are missing or counted twice.
 constexpr std::uint64_t input_of(int rank, std::size_t elem_idx) {

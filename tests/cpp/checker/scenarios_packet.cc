@@ -1,5 +1,3 @@
-#include <memory>
-
 #include "checker_arch.h"
 #include "core/packet_protocol.h"
 #include "scenarios.h"
@@ -33,6 +31,7 @@ struct Exchange {
           names.push_back(std::string(half) + " " + turn + " to " + std::to_string(to));
     cursors = memory.add_cursors(static_cast<int>(names.size()), names);
   }
+  static std::string check(const Memory&, int) { return {}; }
 };
 
 std::uint64_t await_packet(CheckerArch& arch, const Packet& mine, std::uint64_t number) {
@@ -65,18 +64,10 @@ WaitStatus exchange(CheckerArch& arch, const Exchange& shape, int rank) {
 }
 
 Scenario packets(std::string name, int num_calls, bool stores_high_first) {
-  auto shape = std::make_shared<Exchange>();
-  shape->num_calls = num_calls;
-  shape->stores_high_first = stores_high_first;
-  Scenario scenario;
-  scenario.name = std::move(name);
-  scenario.text = "packets, 2 ranks, " + std::to_string(num_calls) + " calls, " +
-                  (stores_high_first ? "high" : "low") + " halves first";
-  scenario.num_ranks = 2;
-  scenario.setup = [shape](Memory& memory) { shape->lay_out(memory); };
-  scenario.body = [shape](CheckerArch& arch, int rank) { return exchange(arch, *shape, rank); };
-  scenario.check = [](const Memory&, int) { return std::string(); };
-  return scenario;
+  const std::string text = "packets, 2 ranks, " + std::to_string(num_calls) + " calls, " +
+                           (stores_high_first ? "high" : "low") + " halves first";
+  const Exchange shape{.num_calls = num_calls, .stores_high_first = stores_high_first};
+  return scenario_of(std::move(name), text, 2, shape, exchange);
 }
 
 }  // namespace

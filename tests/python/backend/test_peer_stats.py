@@ -1,6 +1,6 @@
 """Counters: ringcomm.stats(), and peer_stats(), which ranks the others have waited for.
 
-In the engine: tests/cpp/test_peer_counts.cc.
+In the engine: tests/cpp/test_recorder.cc.
 """
 
 from __future__ import annotations

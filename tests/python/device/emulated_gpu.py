@@ -36,6 +36,7 @@ TESTS = Path(__file__).resolve().parents[2]
 import buildconfig  # noqa: E402
 
 import ringcomm  # noqa: E402
+from ringcomm._extension import HAS_CUDA  # noqa: E402
 from ringcomm.ops import weight_update_cuda  # noqa: E402
 
 EXTENSION = "ringcomm_emulated_gpu"
@@ -52,7 +53,7 @@ SKIP_REASON = next(
         for name in (buildconfig.compiler()[0], "make")
         if shutil.which(name) is None
     ),
-    None,
+    None if HAS_CUDA else "this build has no GPU part (ringcomm._cuda)",
 )
 needs_emulated_gpu = pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
 needs_build_without_kernels = pytest.mark.skipif(

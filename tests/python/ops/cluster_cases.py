@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcomm import _cuda
-
 _ops: Any = torch.ops.ringcomm
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = 5
@@ -40,6 +38,8 @@ def by_clusters(
     num_classes: int | None = None,
     options: tuple[Any, ...] = PLAIN,
 ) -> Any:
+    from ringcomm import _cuda  # which a build without the GPU part lacks
+
     classes = logits.shape[1] if num_classes is None else num_classes
     return _cuda.cross_entropy_by_clusters(logits, target, weight, num_items, classes, *options)
 

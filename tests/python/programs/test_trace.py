@@ -1,7 +1,7 @@
 """What ranks record, and the trace that is made of it.
 
 The command, and names as in torch's profiler: test_trace_clocks.py. The recorder alone:
-tests/cpp/test_trace.cc.
+tests/cpp/test_recorder.cc.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -125,3 +126,32 @@ else:
 def test_calls_go_without_them_or_say_what_to_install(tmp_path: Path) -> None:
     _, errors = said_without_them(CALLS, tmp_path / "store")
     assert "tables need the package rich: pip install rich" in errors
+
+
+# Every finder hides ringcomm._cuda, as in a build without the GPU part.
+TESTS_WITHOUT_GPU_PART = """
+import sys
+
+class Hider:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *more):
+        return None if name == "ringcomm._cuda" else self.finder.find_spec(name, *more)
+
+sys.meta_path = [Hider(finder) for finder in sys.meta_path]
+import pytest
+
+sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.slow
+def test_tests_of_the_gpu_part_are_left_out_by_name_and_others_run() -> None:
+    needs_it = ROOT / "tests" / "python" / "device" / "test_device_losses.py"
+    other = ROOT / "tests" / "python" / "ops" / "test_triton.py"
+    chosen = f"{other}::test_cuda_has_every_operator_that_the_cpu_has"
+    (ended,) = run_program(TESTS_WITHOUT_GPU_PART, needs_it, chosen, num_ranks=1)
+    assert ended.returncode == 0, ended.out + ended.err
+    assert "this build has no GPU part (ringcomm._cuda)" in ended.out
+    assert re.search(r"\b1 passed, \d+ skipped", ended.out), ended.out
