@@ -288,25 +288,6 @@ def count(rank: int, device: str, name: str) -> tuple[dict[str, int], list[str]]
     return dict(waits.counts), waits.places
 
 
-CONTROLS: dict[str, Callable[[Tensor], Any]] = {
-    "wait": lambda x: x[x > 1],
-    "up": lambda x: torch.ones(1).to(GPU),
-    "down": lambda x: x.cpu(),
-    "event": lambda x: emugpu.current_stream().record_event().synchronize(),
-    "stream": lambda x: x.new_tensor([1.0]),  # a copy that no mode sees
-    "device": lambda x: emugpu.synchronize(),
-}
-
-
-@pytest.mark.parametrize("kind", CONTROLS)
-@in_emulated_ranks(1, backend=None)
-def test_what_counts_as_a_wait(rank: int, kind: str) -> None:
-    x = torch.ones(3, device=GPU)
-    with Waits() as waits:
-        CONTROLS[kind](x)
-    assert waits.counts == {kind: 1}
-
-
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_waits_of_a_step(name: str) -> None:
     for counts, places in run_ranks(2, count, GPU, name):
