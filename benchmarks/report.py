@@ -26,8 +26,8 @@ from ringcomm.measure.timing import Timings
 
 GIT_TIMEOUT_S = 60.0
 CPU_FACTS = (
-    r"^(Model|CPU family|Core.* per socket|Thread.* per core|Socket.*|NUMA node.s.|Hypervisor vendor"
-    r"|L\d.? cache): +(.+)$"
+    r"^(Model|CPU family|Core.* per socket|Thread.* per core|Socket.*|NUMA node.s."
+    r"|Hypervisor vendor|L\d.? cache): +(.+)$"
 )
 # Columns of a table that is not written to a terminal.
 FILE_COLUMNS = 200
