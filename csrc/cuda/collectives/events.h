@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <utility>
 #include <vector>
@@ -35,7 +36,7 @@ class Event {
     if (!is_due_) check(driver().event_record(event_, stream), "record an event");
   }
   void block(StreamHandle stream) const {
-    check(driver().stream_wait_event(stream, recorded(), 0), "make a stream wait for an event");
+    check(driver().stream_wait_event(stream, recorded(true), 0), "make a stream wait for an event");
   }
   void synchronize() const { check(driver().event_synchronize(recorded()), "wait for the GPU"); }
   /// Whether the stream has passed it. In a relaxed capture mode, if there may be a capture. To
@@ -51,9 +52,10 @@ class Event {
   }
 
  private:
-  EventHandle recorded() const {
+  EventHandle recorded(bool has_context = false) const {
     if (!is_due_) return event_;
-    const ContextGuard guard(device_);
+    std::optional<ContextGuard> guard;
+    if (!has_context) guard.emplace(device_);
     const std::lock_guard lock(mutex_);
     if (is_due_) check(driver().event_record(event_, nullptr), "record an event");
     is_due_ = false;

@@ -176,7 +176,6 @@ static void add_message(const P2pMessage& message, const P2pCall& call, Traffic&
   traffic.num_in_place = 1 - traffic.num_staged;
 }
 
-// Sets their places.
 void IpcTransport::launch_messages(std::vector<P2pMessage>& messages, P2pCall& call,
                                    StreamHandle stream) {
   std::vector<PeerBuffer> buffers;
