@@ -503,7 +503,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"unknown rows {', '.join(sorted(wanted - rows))}")
         only = [name for name, check in checks.items() if str(check.row) in wanted]
     layouts = [] if options.layout is None else options.layout.split(",")
-    asked = {*only, options.first or "build"}
+    asked = {*only, options.first} - {None}
     unknown = asked - {*checks} | {*layouts} - {*LAYOUTS, "every"}
     if unknown:
         parser.error(f"unknown names {', '.join(sorted(unknown))}")
