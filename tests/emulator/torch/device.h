@@ -60,19 +60,6 @@ void launch(c10::Stream stream, std::function<void()> function, bool is_operator
 c10::Allocator& allocator();
 /// Makes the end of a tensor's memory wait for what `stream` has been given until then.
 void record_stream(const c10::DataPtr& memory, c10::Stream stream);
-/// Frees what no tensor uses, as torch.cuda.empty_cache().
-void empty_cache();
-struct MemoryCount {
-  std::size_t current = 0;
-  std::size_t peak = 0;
-};
-struct MemoryCounts {
-  MemoryCount allocated;  ///< bytes of live tensors' blocks
-  MemoryCount reserved;   ///< of segments
-};
-MemoryCounts memory_counts(c10::DeviceIndex device);
-/// The peaks are those from now on.
-void reset_peaks(c10::DeviceIndex device);
 
 /// Copies bytes in the order of the stream; either side may be memory of the host, which stays
 /// until then.
