@@ -68,6 +68,7 @@ struct Settings {
   /// The call of the driver at which the process kills itself; 0: it does not.
   long long dies_at = setting("DIE_AT", 0, 0, LLONG_MAX);
   int max_delay_us = number("DELAY_US", 0);  ///< a stream sleeps up to this before each step
+  int seed = number("SEED", 0);              ///< of these delays, with the stream's number
 };
 
 const Settings& settings();

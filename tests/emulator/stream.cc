@@ -47,8 +47,17 @@ void synchronize_context(Context context) {
 }  // namespace ringcomm::emulator
 
 namespace ringcomm::cuda {
+namespace {
 
-StreamTag::StreamTag(Context of) : context(of), hardware_(emulator::next_queue(of->device)) {}
+unsigned next_number() {
+  static std::atomic<unsigned> next = 0;
+  return next++;
+}
+
+}  // namespace
+
+StreamTag::StreamTag(Context of)
+    : context(of), hardware_(emulator::next_queue(of->device)), number_(next_number()) {}
 
 void StreamTag::enqueue(std::function<void()> work, bool is_wait) {
   const std::lock_guard lock(mutex_);
@@ -77,7 +86,8 @@ void StreamTag::close() {
 }
 
 void StreamTag::run() {
-  std::minstd_rand random(static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(this) >> 4));
+  std::seed_seq seed{static_cast<unsigned>(emulator::settings().seed), number_};
+  std::minstd_rand random(seed);
   std::uniform_int_distribution<int> delay(0, emulator::settings().max_delay_us);
   std::unique_lock lock(mutex_);
   for (;;) {

@@ -84,6 +84,7 @@ struct ringcomm::cuda::StreamTag : std::enable_shared_from_this<StreamTag> {
   std::mutex mutex_;
   std::condition_variable has_news_;
   const std::shared_ptr<emulator::HardwareQueue> hardware_;
+  const unsigned number_;  // of the process's streams, in the order of creation
   std::deque<Item> queue_;
   std::uint64_t num_enqueued_ = 0;
   std::uint64_t num_done_ = 0;

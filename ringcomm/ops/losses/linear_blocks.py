@@ -32,7 +32,7 @@ def _slices(total: int, step: int) -> list[slice]:
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
+    return tensor.device.type not in ("cpu", "meta")
 
 
 def token_blocks(rows: Tensor, weight: Tensor) -> list[slice]:

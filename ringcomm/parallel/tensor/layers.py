@@ -364,7 +364,8 @@ class VocabParallelEmbedding(SplitModule):
         """
         is_id = (ids >= 0) & (ids < self.num_embeddings)
         is_free = ids.device.type == "cpu" and not torch.compiler.is_compiling()
-        if (is_free or (ids.is_cuda and checks_targets())) and not is_id.all():
+        is_asked = ids.device.type not in ("cpu", "meta") and checks_targets()
+        if (is_free or is_asked) and not is_id.all():
             raise IndexError(f"ids must be in [0, {self.num_embeddings}), got others")
         begin, end = self.rows
         is_mine = (ids >= begin) & (ids < end)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +35,13 @@ class Memory(NamedTuple):
         states: of the optimizer, with float32 weights where the model's have 16 bits.
         buffers: temporary memory. At stage 2 the unsharded gradients of the largest bucket, until
             it is reduced; of all with sharded experts. At stage 3 the largest unit's gathered
-            weights and gradients, including those in `reduce_dtype`. With offload_weights the
+            weights and gradients, including those in `reduce_dtype`. On an accelerator, the next
+            bucket's gradients or the next unit's weights come to them. With offload_weights the
             gathered weights of the model itself and of the largest unit, this unit's shards twice,
             and the largest gradient. On an accelerator these shards are the largest unit's, and
             shards of gradients on their way to the host come to them; the host then has
-            `parameters` and `gradients`. The buffers of the update come later and are not included.
+            `parameters` and `gradients`. The buffers of the update come later and are not included,
+            nor is the gradient that autograd computes.
     """
 
     parameters: int
@@ -81,19 +84,22 @@ def predict_memory(
     if stage < 3:
         buckets = _planned(optimizers, owners, ranks)
         parts = [_of_bucket(ranks, bucket, states, owners) for bucket in buckets]
+        coming = [*(part.buffers for part in parts[1:]), 0]
     else:
-        by_unit = {
-            m: _of_unit(ranks, own, states, owners) for m, own in fsdp_units(ranks.model, units)
-        }
+        of_units = list(fsdp_units(ranks.model, units))
+        by_unit = {m: _of_unit(ranks, own, states, owners) for m, own in of_units}
         parts = [
             of._replace(buffers=of.buffers + max((by_unit[m].buffers for m in inside), default=0))
             for unit, of in by_unit.items()
             for inside in [ranks.experts_in(unit, by_unit)]
         ]
+        coming = [0, *(_gathered(ranks, own) for _, own in of_units)][:-1]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
     # With sharded experts stage 2 reduces at the end of a pass.
     all_at_once = stage == 2 and ranks.model.experts
-    total = sum(buffers) if all_at_once else max(buffers)
+    if device_of_model(model.parameters()).type == "cpu":
+        coming = [0 for _ in parts]
+    total = sum(buffers) if all_at_once else max(map(add, buffers, coming))
     return Memory(sum(parameters), sum(gradients), sum(kept), total)
 
 
@@ -293,6 +299,10 @@ def _of_bucket(
         4 * of_states,
         whole if ranks.stage == 2 else 0,
     )
+
+
+def _gathered(ranks: _Ranks, params: Iterable[nn.Parameter]) -> int:
+    return sum(ranks.itemsize(p) * ranks.place(p)[1] * ranks.rows(p) for p in params)
 
 
 def _of_unit(

@@ -60,19 +60,6 @@ void launch(c10::Stream stream, std::function<void()> function, bool is_operator
 c10::Allocator& allocator();
 /// Makes the end of a tensor's memory wait for what `stream` has been given until then.
 void record_stream(const c10::DataPtr& memory, c10::Stream stream);
-/// Frees what no tensor uses, as torch.cuda.empty_cache().
-void empty_cache();
-struct MemoryCount {
-  std::size_t current = 0;
-  std::size_t peak = 0;
-};
-struct MemoryCounts {
-  MemoryCount allocated;  ///< bytes of live tensors' blocks
-  MemoryCount reserved;   ///< of segments
-};
-MemoryCounts memory_counts(c10::DeviceIndex device);
-/// The peaks are those from now on.
-void reset_peaks(c10::DeviceIndex device);
 
 /// Of host memory to and from which copies are asynchronous, if the program asks for that.
 c10::Allocator& pinned_allocator();

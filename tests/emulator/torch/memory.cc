@@ -1,4 +1,5 @@
 // Memory of tensors, and its copies.
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
 
 #include <algorithm>
@@ -17,6 +18,8 @@
 
 namespace ringcomm::emulator {
 namespace {
+
+using c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr unsigned char kPoison = 0xFF;
 constexpr std::size_t kMiB = std::size_t{1} << 20;
@@ -128,9 +131,8 @@ void join(Block* block, Block* after) {
   if (after != nullptr) after->before = block;
 }
 
-void increase(MemoryCount& count, std::size_t num_bytes) {
-  count.current += num_bytes;
-  count.peak = std::max(count.peak, count.current);
+c10::CachingAllocator::Stat& count_of(c10::CachingAllocator::StatArray& counts) {
+  return counts[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
 }
 
 /// Memory is returned to the driver by empty_cache() and when there is no more.
@@ -163,14 +165,14 @@ class Heap {
     block->is_free = false;
     block->is_captured = is_capturing(owner);
     block->counted_bytes = kHasSegments ? block->num_bytes : num_bytes;
-    increase(counts_.allocated, block->counted_bytes);
+    count_of(counts_.allocated_bytes).increase(block->counted_bytes);
     return block;
   }
 
   void give_back(Block* block) {
     const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
-    counts_.allocated.current -= block->counted_bytes;
+    count_of(counts_.allocated_bytes).decrease(block->counted_bytes);
     const auto users = std::exchange(block->users, {});
     if (block->is_captured || is_capturing(block->owner)) return;
     if (std::ranges::any_of(users, is_capturing)) return;
@@ -193,14 +195,15 @@ class Heap {
       block->users.push_back(stream);
   }
 
-  MemoryCounts counts() {
+  DeviceStats counts() {
     const std::lock_guard lock(mutex_);
     return counts_;
   }
 
   void reset_peaks() {
     const std::lock_guard lock(mutex_);
-    for (MemoryCount* count : {&counts_.allocated, &counts_.reserved}) count->peak = count->current;
+    for (auto* counts : {&counts_.allocated_bytes, &counts_.reserved_bytes})
+      count_of(*counts).reset_peak();
   }
 
  private:
@@ -269,7 +272,7 @@ class Heap {
       synchronize(block->owner);
       const ContextGuard context(block->owner.device_index());
       free_segment(address_of(block->data), block->num_bytes);
-      counts_.reserved.current -= block->num_bytes;
+      count_of(counts_.reserved_bytes).decrease(block->num_bytes);
       delete block;
       return true;
     });
@@ -294,14 +297,15 @@ class Heap {
     cuda::DevicePtr address = 0;
     cuda::Result result = allocate_segment(&address, num_bytes, owner);
     if (result == kErrorOutOfMemory && !is_capturing(owner)) {
+      ++counts_.num_alloc_retries;
       free_segments();
       result = allocate_segment(&address, num_bytes, owner);
     }
     TORCH_CHECK_WITH(OutOfMemoryError, result != kErrorOutOfMemory,
                      "emugpu out of memory: cannot allocate memory for a tensor of ", block_bytes,
-                     " bytes beside ", counts_.reserved.current);
+                     " bytes beside ", count_of(counts_.reserved_bytes).current);
     check(result, "allocate memory for a tensor");
-    increase(counts_.reserved, num_bytes);
+    count_of(counts_.reserved_bytes).increase(num_bytes);
     void* data = std::memset(reinterpret_cast<void*>(address), kPoison, num_bytes);
     return new Block{static_cast<std::byte*>(data), num_bytes, owner,
                      block_bytes <= kMaxSmallBytes};
@@ -311,7 +315,7 @@ class Heap {
   std::map<Place, Block*> free_;
   std::vector<Block*> pending_;  // freed
   std::map<c10::StreamId, Range> ranges_;
-  MemoryCounts counts_;
+  DeviceStats counts_;
 };
 
 void delete_block(void* context) {
@@ -319,7 +323,7 @@ void delete_block(void* context) {
   Heap::of(block->owner.device_index()).give_back(block);
 }
 
-struct EmulatedGpuAllocator final : c10::Allocator {
+struct EmulatedGpuAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(std::size_t num_bytes) override {
     const c10::DeviceIndex device = current_device();
     const c10::Device owner(kEmulatedGpu, device);
@@ -329,6 +333,20 @@ struct EmulatedGpuAllocator final : c10::Allocator {
   }
   void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
     copy_bytes(to, from, num_bytes, current_stream(current_device()));
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override { Heap::of(current_device()).empty_cache(); }
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    record_stream(memory, stream);
+  }
+  DeviceStats getDeviceStats(c10::DeviceIndex device) override { return Heap::of(device).counts(); }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}  // nobody asks for them
+  void resetPeakStats(c10::DeviceIndex device) override { Heap::of(device).reset_peaks(); }
+  std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    const ContextGuard context(device);
+    std::size_t num_free = 0, num_all = 0;
+    check(driver().mem_get_info(&num_free, &num_all), "ask for the free memory");
+    return {num_free, num_all};
   }
 };
 
@@ -345,12 +363,6 @@ void record_stream(const c10::DataPtr& memory, c10::Stream stream) {
   auto* block = static_cast<Block*>(memory.get_context());
   if (block->owner != stream) Heap::of(block->owner.device_index()).add_user(block, stream);
 }
-
-void empty_cache() { Heap::of(current_device()).empty_cache(); }
-
-MemoryCounts memory_counts(c10::DeviceIndex device) { return Heap::of(device).counts(); }
-
-void reset_peaks(c10::DeviceIndex device) { Heap::of(device).reset_peaks(); }
 
 void copy_bytes(void* to, const void* from, std::size_t num_bytes, c10::Stream stream) {
   if (num_bytes == 0) return;

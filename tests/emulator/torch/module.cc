@@ -5,7 +5,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <array>
 #include <chrono>
 #include <future>
 
@@ -56,14 +55,5 @@ PYBIND11_MODULE(ringcomm_emulated_gpu, m) {
             .make_tensor();
       },
       "A contiguous tensor's memory as a storage of its size, as torch.from_dlpack() makes one.");
-  m.def("empty_cache", &empty_cache, "Frees the cached blocks of the current device.");
   m.def("device_count", [] { return static_cast<int>(num_devices()); });
-  m.def(
-      "memory_counts",
-      [](c10::DeviceIndex device) {
-        const auto [allocated, reserved] = memory_counts(device);
-        return std::array{allocated.current, allocated.peak, reserved.current, reserved.peak};
-      },
-      "Bytes of a device that are allocated and reserved, each with its peak.", py::arg("device"));
-  m.def("reset_peaks", &reset_peaks, py::arg("device"));
 }

@@ -37,16 +37,20 @@ def device_count() -> int:
     return int(_extension().device_count())
 
 
-def empty_cache() -> None:
-    _extension().empty_cache()
-
-
 current_device = torch.accelerator.current_device_index
 set_device = torch.accelerator.set_device_index
 device = torch.accelerator.device_index
 synchronize = torch.accelerator.synchronize
 current_stream = torch.accelerator.current_stream
 set_stream = torch.accelerator.set_stream
+empty_cache = torch.accelerator.empty_cache
+memory_allocated = torch.accelerator.memory_allocated
+max_memory_allocated = torch.accelerator.max_memory_allocated
+memory_reserved = torch.accelerator.memory_reserved
+max_memory_reserved = torch.accelerator.max_memory_reserved
+memory_stats = torch.accelerator.memory_stats
+reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
+mem_get_info = torch.accelerator.get_memory_info
 
 
 def stream(stream: torch.Stream) -> Any:
@@ -127,44 +131,6 @@ def graph(
             yield
         finally:
             into.end()
-
-
-def memory_allocated(device: DeviceLike = None) -> int:
-    """Bytes of the blocks of tensors that live on a device, by default on the current one."""
-    return _memory_counts(device)[0]
-
-
-def max_memory_allocated(device: DeviceLike = None) -> int:
-    return _memory_counts(device)[1]
-
-
-def memory_reserved(device: DeviceLike = None) -> int:
-    return _memory_counts(device)[2]
-
-
-def max_memory_reserved(device: DeviceLike = None) -> int:
-    return _memory_counts(device)[3]
-
-
-def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    _extension().reset_peaks(_index_of(device))
-
-
-def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """The free bytes of a device and all of them, by the driver."""
-    num_free, num_all = ctypes.c_size_t(), ctypes.c_size_t()
-    with torch.accelerator.device_index(_index_of(device)):
-        _call_driver("MemGetInfo_v2", ctypes.byref(num_free), ctypes.byref(num_all))
-    return num_free.value, num_all.value
-
-
-def _memory_counts(device: DeviceLike) -> list[int]:
-    return list(_extension().memory_counts(_index_of(device)))
-
-
-def _index_of(device: DeviceLike) -> int:
-    index = device if device is None or isinstance(device, int) else torch.device(device).index
-    return current_device() if index is None else index
 
 
 def _extension() -> Any:

@@ -31,6 +31,8 @@ from typing import Any, NoReturn
 # Of ranks that destroy the groups of a call after it: those of many calls would use up the places
 # of an emulated GPU.
 DROPS_GROUPS = "RINGCOMM_TEST_DROPS_GROUPS"
+SEED = "RINGCOMM_EMULATOR_SEED"
+MAX_RANKS = 64
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -181,6 +183,8 @@ def _rank_main(
         faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(env)
+        seed = int(os.environ.get(SEED, "0"))
+        os.environ[SEED] = str(MAX_RANKS * seed + rank)  # no two ranks have the same delays
         import torch
 
         torch.set_num_threads(1)
