@@ -56,7 +56,7 @@ def inverse(ratio: dict[str, Any]) -> dict[str, float]:
 
 
 def last_cache(machine: dict[str, Any]) -> str:
-    """Its size in lscpu's words, as CPUs of different models share a name; old records have none."""
+    """Its size in lscpu's words: CPUs of different models share a name. Old records have none."""
     return str(machine.get("lscpu", {}).get("L3 cache", ""))
 
 

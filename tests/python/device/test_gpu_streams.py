@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 from ringcomm import _C
+from ringcomm.backend import resolve_group
 from ringcomm.torch_names import all_gather_single, backend_of
 
 NUM_ELEMS = 10_007
@@ -67,7 +68,7 @@ def test_wait_orders_the_current_stream(rank: int) -> None:
 @in_gpu_ranks(on_all_gpus)
 def test_a_call_frees_the_tensors_of_earlier_ones_without_a_lock(rank: int) -> None:
     """Their end runs Python, which may ask the group: with its lock held, for ever."""
-    backend = backend_of(dist.group.WORLD, device())
+    backend = backend_of(resolve_group(), device())
     dist.all_reduce(ones())  # connects
     asked: list[int] = []
 
