@@ -105,6 +105,15 @@ def checks_saved_tensors() -> bool:
     )
 
 
+def operators_are_seen() -> bool:
+    """Whether a compiler, a mode of torch's dispatcher or a profiler looks at operators."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
 def is_traced() -> bool:
     """Whether the caller runs under torch.compile; call it in an untraced function."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)

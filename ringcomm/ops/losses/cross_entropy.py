@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
+from ringcomm.ops.losses import cross_entropy_cuda
 from ringcomm.ops.losses.options import (
     OUTPUTS,
     Given,
@@ -32,7 +33,7 @@ from ringcomm.ops.losses.options import (
     with_outputs,
 )
 from ringcomm.ops.losses.soft_targets import float64_cross_entropy, soft_cross_entropy
-from ringcomm.torch_names import base_of, checks_saved_tensors
+from ringcomm.torch_names import base_of, checks_saved_tensors, operators_are_seen
 
 _ops: Any = torch.ops.ringcomm
 
@@ -200,15 +201,22 @@ def _check_inplace(logits: Tensor) -> None:
 # ---- autograd
 
 
+def _steps_for(rows: Tensor) -> Any:
+    """The operators; on a GPU their functions, where no one looks at a call of an operator."""
+    is_plain = rows.is_cuda and type(rows) is Tensor and not operators_are_seen()
+    return cross_entropy_cuda if is_plain else _ops
+
+
 def loss_of_all_classes(
     stats: Tensor, *given: Unpack[Given]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Merges the ranks' stats and computes their cross_entropy_loss. Collective."""
     *tokens, shard, options = given
+    steps = _steps_for(stats)
     if shard.group_name is not None:
-        stats = _ops.merge_softmax_stats(stats, shard.group_name)
+        stats = steps.merge_softmax_stats(stats, shard.group_name)
     terms = options.for_loss(shard)
-    return stats, *_ops.cross_entropy_loss(stats, *tokens, *terms)
+    return stats, *steps.cross_entropy_loss(stats, *tokens, *terms)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -219,7 +227,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, rows: Tensor, is_inplace: bool, *given: Unpack[Given]
     ) -> tuple[Tensor, Tensor]:
         target, weight, _, shard, options = given
-        stats = _ops.softmax_stats(rows, target, weight, *options.for_stats(shard))
+        stats = _steps_for(rows).softmax_stats(rows, target, weight, *options.for_stats(shard))
         stats, loss, by_token, denominator = loss_of_all_classes(stats, *given)
         ctx.save_for_backward(rows, target, weight, stats, denominator)
         ctx.grad_options = options.for_grad(shard)
@@ -231,10 +239,11 @@ class _CrossEntropy(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         rows, *known = ctx.saved_tensors
+        steps = _steps_for(rows)
         given = (grad_loss, rows.detach(), *known, *ctx.grad_options)
         if ctx.is_inplace:
-            _ops.cross_entropy_grad_(*given)
-        grad = given[1] if ctx.is_inplace else _ops.cross_entropy_grad(*given)
+            steps.cross_entropy_grad_(*given)
+        grad = given[1] if ctx.is_inplace else steps.cross_entropy_grad(*given)
         return grad, *[None] * 6
 
 
@@ -245,7 +254,7 @@ class _WrittenInForward(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, *given: Unpack[Given]) -> tuple[Tensor, Tensor]:
         *tokens, shard, options = given
         more = (*options.for_grad(shard)[1:], options.reduction, options.wants_more)
-        loss, by_token, _ = _ops.cross_entropy_and_grad_(rows, *tokens, *more)
+        loss, by_token, _ = _steps_for(rows).cross_entropy_and_grad_(rows, *tokens, *more)
         ctx.save_for_backward(rows.detach())
         ctx.mark_non_differentiable(by_token)
         return loss, by_token
@@ -254,7 +263,7 @@ class _WrittenInForward(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         (grad,) = ctx.saved_tensors
-        _ops.scale_(grad, grad_loss)
+        _steps_for(grad).scale_(grad, grad_loss)
         return grad, None, None, None, None, None
 
 

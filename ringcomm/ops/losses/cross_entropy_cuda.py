@@ -4,7 +4,7 @@ They match kernels/losses/torch_cross_entropy.cc, which is for the CPU. They do 
 device, except with RINGCOMM_CHECK_TARGETS. ringcomm.ops.cross_entropy has checked their arguments.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,23 +47,14 @@ def _checked_shards(stats: Tensor, vocab_size: int) -> int:
     return size
 
 
-class _Rows(NamedTuple):
-    """The kernel arguments that describe a shard's logits and targets."""
-
-    target: Tensor
-    weight: Tensor | None  # of all classes
-    num_tokens: int
-    width: int  # padding included
-    num_classes: int
-
-
 def _rows_of(
     logits: Tensor, target: Tensor, weight: Tensor | None, vocab_start: int, vocab_size: int
-) -> _Rows:
+) -> tuple[Tensor, Tensor | None, int, int, int]:
+    """Targets, weights of all classes, tokens, columns, and how many of these are classes."""
     num_tokens, width = logits.shape
     num_classes = width if vocab_size < 0 else min(max(vocab_size - vocab_start, 0), width)
     weight = None if weight is None else weight.contiguous()
-    return _Rows(target.contiguous(), weight, num_tokens, width, num_classes)
+    return target.contiguous(), weight, num_tokens, width, num_classes
 
 
 # ---- softmax_stats and merge_softmax_stats
@@ -74,24 +65,23 @@ def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given:
     """The stats of a shard's logits, shape (tokens + 1, 6)."""
     vocab_start, vocab_size, ignore_index, scale, softcap, wants_weighted, wants_more = given
     rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
-    num_entries = rows.num_tokens + 1
+    target, weight, num_tokens, width, num_classes = rows
+    num_entries = num_tokens + 1
     stats = logits.new_empty([num_entries, _NUM_STATS], dtype=torch.float32)
     options = (ignore_index, scale, softcap)
     _, _, _, way, _, digest = _kernels.softmax_shard_entry(
-        vocab_start, vocab_size, *options, rows.num_classes, wants_weighted, wants_more
+        vocab_start, vocab_size, *options, num_classes, wants_weighted, wants_more
     )
-    shard_weight = None
-    if wants_weighted and rows.weight is not None:
-        shard_weight = rows.weight[vocab_start:]
+    shard_weight = weight[vocab_start:] if wants_weighted and weight is not None else None
     launch(
         kernels().cross_entropy.stats_kernel,
         (num_entries,),
-        *(logits, rows.target, shard_weight, stats),
-        *(lead_of(logits), logits.stride(0), rows.num_tokens, rows.num_classes),
+        *(logits, target, shard_weight, stats),
+        *(lead_of(logits), logits.stride(0), num_tokens, num_classes),
         *(vocab_start, way, digest, ignore_index, scale, softcap or None),
         WANTS_WEIGHTED=wants_weighted,
         WANTS_MORE=wants_more,
-        **plans.stats_plan(rows.width).constants(logits),
+        **plans.stats_plan(width).constants(logits),
     )
     return stats
 
@@ -140,15 +130,10 @@ def _weight_sum_of(weight: Tensor | None, label_smoothing: float) -> Tensor | No
 
 
 def _losses_of(
-    stats: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    denominator: Tensor,
-    counted: Tensor | None,
-    *terms: Any,
+    stats: Tensor, target: Tensor, weight: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of cross_entropy_loss, from merged stats; `counted` as of _denominator_of."""
-    *options, reduction = terms
+    denominator, counted, *options, reduction = given
     _, _, label_smoothing, _ = options
     num_tokens = target.numel()
     by_token = stats.new_empty([4, num_tokens])
@@ -194,38 +179,31 @@ def cross_entropy_loss(
 # ---- cross_entropy_grad
 
 
-def _differentiate(
-    to: Tensor,
-    grad_loss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    stats: Tensor,
-    denominator: Tensor,
-    *options: Any,
-) -> None:
+def _differentiate(to: Tensor, grad_loss: Tensor, logits: Tensor, *given: Any) -> None:
     """Writes the gradient into `to`, which may be the logits."""
+    target, weight, stats, denominator, *options = given
     vocab_start, vocab_size, ignore_index, scale, softcap, label_smoothing, z_loss = options
-    rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
     if not logits.numel():
         return
-    shard_weight = None if rows.weight is None else rows.weight[vocab_start:]
-    weight_sum = _weight_sum_of(rows.weight, label_smoothing)
+    rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
+    target, weight, num_tokens, width, num_classes = rows
+    shard_weight = None if weight is None else weight[vocab_start:]
+    weight_sum = _weight_sum_of(weight, label_smoothing)
     lead, to_lead, stride, to_stride = lead_of(logits), lead_of(to), logits.stride(0), to.stride(0)
     grad_loss = grad_loss.to(torch.float32).contiguous()
     element_bytes = logits.element_size()
     launch(
         kernels().cross_entropy.grad_kernel,
-        (rows.num_tokens,),
-        *(grad_loss, int(grad_loss.dim() != 0), logits, to, rows.target),
-        *(rows.weight, shard_weight, weight_sum, stats, denominator.to(torch.float64)),
-        *(lead, stride, to_lead, to_stride, rows.num_tokens, rows.width, rows.num_classes),
+        (num_tokens,),
+        *(grad_loss, int(grad_loss.dim() != 0), logits, to, target),
+        *(weight, shard_weight, weight_sum, stats, denominator.to(torch.float64)),
+        *(lead, stride, to_lead, to_stride, num_tokens, width, num_classes),
         *(vocab_start, vocab_size, ignore_index, scale, softcap or None, label_smoothing, z_loss),
         SMOOTHS=label_smoothing != 0,
-        HAS_PADDING=rows.num_classes < rows.width,
+        HAS_PADDING=num_classes < width,
         IS_ALIGNED=lead == to_lead
         and (stride - to_stride) * element_bytes % plans.VECTOR_BYTES == 0,
-        **plans.grad_plan(rows.width, element_bytes).constants(logits),
+        **plans.grad_plan(width, element_bytes).constants(logits),
     )
 
 
@@ -262,38 +240,39 @@ def cross_entropy_and_grad_(
     """
     ignore_index, logit_scale, softcap, label_smoothing, z_loss, reduction, wants_more = options
     rows = _rows_of(logits, target, weight, 0, vocab_size)
+    target, weight, num_tokens, width, num_classes = rows
     if checks_targets():
-        check_classes(rows.target, vocab_size, ignore_index)
-    given = (rows.target, rows.weight, num_items, rows.num_classes)
+        check_classes(target, vocab_size, ignore_index)
+    given = (target, weight, num_items, num_classes)
     if HAS_CUDA:
         from ringcomm import _cuda
 
         if (results := _cuda.cross_entropy_by_clusters(logits, *given, *options)) is not None:
             return results
-    denominator, counted = _denominator_of(rows.target, num_items, reduction)
+    denominator, counted = _denominator_of(target, num_items, reduction)
     if counted is not None:
-        tokens = (counted, rows.weight, rows.num_tokens, vocab_size, ignore_index)
+        tokens = (counted, weight, num_tokens, vocab_size, ignore_index)
         kernel = kernels().token_losses.reduce_kernel
         launch(kernel, (1,), denominator, None, None, *tokens, **plans.ONE_PROGRAM)
-    stats = logits.new_empty([rows.num_tokens + 1, _NUM_STATS], dtype=torch.float32)
-    held = plans.held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)
+    stats = logits.new_empty([num_tokens + 1, _NUM_STATS], dtype=torch.float32)
+    held = plans.held_plan(width, (softcap != 0) + (weight is not None) + wants_more)
     plan = held or plans.twice_plan(logits.element_size())
     launch(
         kernels().cross_entropy.stats_and_grad_kernel,
-        (rows.num_tokens + 1,),
-        *(logits, rows.target, rows.weight, _weight_sum_of(rows.weight, label_smoothing)),
+        (num_tokens + 1,),
+        *(logits, target, weight, _weight_sum_of(weight, label_smoothing)),
         *(stats, denominator, lead_of(logits), logits.stride(0)),
-        *(rows.num_tokens, rows.width, rows.num_classes),
+        *(num_tokens, width, num_classes),
         *(ignore_index, logit_scale, softcap or None, label_smoothing, z_loss),
         SMOOTHS=label_smoothing != 0,
-        HAS_PADDING=rows.num_classes < rows.width,
+        HAS_PADDING=num_classes < width,
         WANTS_MORE=wants_more,
         IS_HELD=held is not None,
         **plan.constants(logits),
     )
     _kernels.mark_written(logits)
     terms = (vocab_size, ignore_index, label_smoothing, z_loss, reduction)
-    return _losses_of(stats, rows.target, rows.weight, denominator, None, *terms)
+    return _losses_of(stats, target, weight, denominator, None, *terms)
 
 
 @on_cuda

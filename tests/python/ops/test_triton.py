@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import update_cases
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_scripts import gpu, needs_triton, run
 
 from ringcomm.ops import cross_entropy, weight_update_cuda
@@ -27,6 +29,22 @@ def test_cuda_has_every_operator_that_the_cpu_has() -> None:
                 for key in ("CPU", "CUDA"):
                     found = torch._C._dispatch_has_kernel_for_dispatch_key(f"ringcomm::{name}", key)
                     assert found, (name, key)
+
+
+def test_a_loss_takes_operators_only_where_they_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; elsewhere it always does."""
+    of_loss = importlib.import_module("ringcomm.ops.losses.cross_entropy")
+    rows = torch.zeros(2, 4)
+    assert of_loss._steps_for(rows) is _ops
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert of_loss._steps_for(rows) is cross_entropy_cuda
+    assert of_loss._steps_for(torch.nn.Parameter(rows)) is _ops
+    with TorchDispatchMode():
+        assert of_loss._steps_for(rows) is _ops
+    with torch.profiler.profile():
+        assert of_loss._steps_for(rows) is _ops
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert of_loss._steps_for(rows) is _ops
 
 
 ON_TOKENS = ("merge_kernel", "loss_kernel", "reduce_kernel", "moments_kernel")

@@ -7,6 +7,7 @@ an update, on tensors of this CPU; of torch's operators beside them.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import time
@@ -131,9 +132,8 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 def print_times() -> None:
     torch.set_num_threads(1)
-    library = torch.library.Library("ringcomm", "IMPL", "CPU")
-    for name in ("softmax_stats", "cross_entropy_loss", "cross_entropy_grad"):
-        library.impl(name, getattr(losses, name), allow_override=True)
+    of_loss: Any = importlib.import_module("ringcomm.ops.losses.cross_entropy")
+    of_loss._steps_for = lambda rows: losses
     weight, grad = torch.ones(4, 64, dtype=BF16), torch.ones(4, 64, dtype=BF16)
     logits, target = torch.zeros(4, 64, dtype=BF16), torch.zeros(4, dtype=torch.int64)
     leaf = logits.requires_grad_()
