@@ -66,6 +66,15 @@ def keep_calls_in_order(operator: str) -> None:
     torch.library._register_effectful_op(operator, EffectType.ORDERED)
 
 
+def has_kernel(operator: str, device_type: str) -> bool:
+    """Whether torch finds an implementation of an operator for tensors of a device."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator, key):
+        return False
+    is_own = torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+    return not (is_own and torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(operator, key))
+
+
 # Of the backward pass that runs in this thread: see backward_pass.py, which alone uses them.
 graph_task = torch._C._current_graph_task_id
 will_run = torch._C._will_engine_execute_node

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ringcomm import _kernels
+from ringcomm.torch_names import has_kernel
 
 VECTOR_BYTES = 16
 WARP_SIZE = 32
@@ -36,6 +37,22 @@ def kernels() -> ModuleType:
     for name in ("cross_entropy", "token_losses", "weight_update"):
         importlib.import_module(f"ringcomm.kernels.{name}")
     return importlib.import_module("ringcomm.kernels")
+
+
+@functools.cache
+def check_operators(names: tuple[str, ...], device_type: str) -> None:
+    """Raises NotImplementedError for an operator of ringcomm that a device does not have.
+
+    Or ImportError, where its kernels need Triton.
+    """
+    if device_type == "cuda":
+        kernels()
+    for name in names:
+        if not has_kernel(f"ringcomm::{name}", device_type):
+            raise NotImplementedError(
+                f"the operator ringcomm::{name} has no implementation for tensors on {device_type}:"
+                " no weight has been written. Train the model on a CPU or a CUDA device"
+            )
 
 
 L = TypeVar("L", bound=Callable[..., Any])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.ops.triton_kernels import check_operators
 from ringcomm.optim.agreements import Alone, Replicas
 from ringcomm.optim.gradient_path import GradientPath
 from ringcomm.optim.gradient_use import GradientUse
@@ -38,6 +39,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     """The base of Lomo and AdaLomo: everything except the update of one weight."""
 
     flat_states: tuple[str, ...] = ()  # keys of states with one dimension for weights of any shape
+    operators: tuple[str, ...] = ()  # of updates, but those of float64 weights
 
     def __init__(
         self,
@@ -218,6 +220,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def check_model(self) -> None:
         """Checks the model once per step: at the first gradient or, without one, by step()."""
         if not self._is_verified:
+            params = [slot.param for slot in self._path.slots]
+            for device in {p.device.type for p in params if p.dtype != torch.float64}:
+                check_operators(self.operators, device)
             index_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
             if len(index_of) != len(self._path.slots):
                 raise ValueError(

@@ -75,6 +75,8 @@ class Lomo(InBackwardOptimizer):
             seed (0): the 32-bit seed of stochastic rounding.
 
     Raises:
+        NotImplementedError: in the backward pass, before a weight is written: the weights' device
+            lacks an operator of ringcomm.
         ValueError: an argument is out of range or conflicts with another; a parameter is not
             supported; the model is a DistributedDataParallel or produces sparse gradients; in a job
             of several ranks the model is missing, or group= for replicated weights. In the backward
@@ -99,6 +101,8 @@ class Lomo(InBackwardOptimizer):
     Under torch.compile all gradients are materialized, and clip_mode="two_pass" needs
     torch._functorch.config.donated_buffer = False, or raises.
     """
+
+    operators = ("sgd_update_", "linear_sgd_update_", "embedding_sgd_update_")
 
     def __init__(
         self,
@@ -174,6 +178,7 @@ class AdaLomo(InBackwardOptimizer):
     """
 
     flat_states = ("exp_avg_sq",)
+    operators = ("square_sums", "adalomo_moments_", "adalomo_squares", "adalomo_update_")
 
     def __init__(
         self,
