@@ -221,6 +221,9 @@ class Stage(TorchStage):
         """The backward pass of a micro-batch, or its half for the inputs."""
         kind: Kind = "B" if kwargs.get("full_backward", True) else "I"
         self._run_backward(kind, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
+        if kind == "B" and (loss := kwargs.get("loss")) is not None:
+            # torch keeps losses until the step ends, and their graphs what the stage received.
+            loss.detach_()
         for call in self._after_backward:
             call()
         if bwd_chunk_id in self.bwd_cache:  # gradients become messages

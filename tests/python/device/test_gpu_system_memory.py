@@ -110,7 +110,7 @@ def peak_of_pipeline(schedule: str, num_parts: int) -> tuple[int, int]:
     return peak, simulate(schedule, world_size, num_parts).max_live()[stage]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @in_gpu_ranks(on_one_gpu, env=SEGMENTS)
 def test_the_peak_is_that_of_live_micro_batches(rank: int, schedule: str) -> None:
     """Of GPipe all of them, of 1F1B as many as there are stages from here on."""
