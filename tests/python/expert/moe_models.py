@@ -129,7 +129,7 @@ def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """A sum, so that no tokens are no trouble; and the router's losses."""
     moe: Any = getattr(net, "module", net).moe
     param = next(net.parameters())
-    x, y = x.to(param), y.to(param.device)
+    x, y = x.to(param.device, param.dtype), y.to(param.device)
     loss = (net(x) - y).square().sum() / 16
     balance, z = (
         (moe.balance, moe.z)
