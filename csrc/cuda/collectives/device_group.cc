@@ -2,7 +2,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -189,17 +188,18 @@ void DeviceGroup::probe(int peer) {
   auto* const here = reinterpret_cast<std::byte*>(&control_on_device()->copied);
   std::byte* const there = probed_word(staging_, exchange_.rank(), peer);
   control().copied = signature(exchange_.rank());
-  const auto copy_there_and_back = [&](StreamHandle stream) {
-    for (const auto& [to, from] : {std::pair(there, here), std::pair(here, there)}) {
-      KernelCall call;
-      call.dtype = DType::kInt64;
-      call.num_elems = call.num_outputs = 1;
-      call.inputs[0] = from;
-      call.outputs[0] = to;
+  for (const auto& [to, from] : {std::pair(there, here), std::pair(here, there)}) {
+    KernelCall call;
+    call.dtype = DType::kInt64;
+    call.num_elems = call.num_outputs = 1;
+    call.inputs[0] = from;
+    call.outputs[0] = to;
+    const auto copy = [&](StreamHandle stream) {
       Kernels::of(device_).launch("ringcomm_reduce_any", 1, call, stream);
-    }
-  };
-  run_and_wait(copy_there_and_back, "reach another rank's memory");
+    };
+    run_and_wait(copy, "reach another rank's memory");
+    if (to == there) control().copied = 0;  // what comes back is read there
+  }
   if (control().copied != signature(exchange_.rank()))
     throw Unavailable("what this rank writes to the GPU of rank " + std::to_string(peer) +
                       " is not what it reads there");

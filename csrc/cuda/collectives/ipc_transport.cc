@@ -35,7 +35,7 @@ IpcTransport::~IpcTransport() {
     const RelaxedCapture relaxed;
     if (communicator_.failure().has_failed()) abort();
     // A program must not replay graphs of the group later, but replays may be running.
-    if (group_->words().has_captured != 0) check(driver().ctx_synchronize(), "wait for the GPU");
+    if (has_captured_) check(driver().ctx_synchronize(), "wait for the GPU");
     running_.end(this);
   } catch (const Error&) {
     // The process is ending, and the driver was unloaded before.
@@ -116,12 +116,10 @@ Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) 
   follow_peers();
   running_.wait(this, RunningKernels::kCollective, place);
   std::uint64_t number = GroupFrame::kNoNumber;
-  if (place.capture == 0) {
-    number = num_launches_++;
-    watch_.record_call(number, words);
-  } else {
-    group_->words().has_captured = 1;
-  }
+  if (place.capture == 0)
+    watch_.record_call(number = num_launches_++, words);
+  else
+    group_->words().has_captured = has_captured_ = true;
   Traffic traffic = launch(call, words, number, place);
   if (call.op == OpKind::kAllReduce && call.algorithm == Algorithm::kDirect)
     traffic = sums_->enqueue(call, place);  // behind the rendezvous
@@ -227,7 +225,7 @@ void IpcTransport::exchange(std::vector<P2pMessage> messages, const StreamPlace&
   static_cast<GroupFrame&>(call) = frame();
   std::set<int> peers;
   for (const P2pMessage& message : messages) peers.insert(message.peer);
-  if (place.capture != 0) group_->words().has_captured = 1;
+  if (place.capture != 0) group_->words().has_captured = has_captured_ = true;
   for (const int peer : peers) running_.wait(this, peer, place);
   const auto launching = running_.launching();
   launch_messages(messages, call, place.stream);

@@ -92,6 +92,7 @@ class IpcTransport final : public DeviceTransport {
   DeviceWatch watch_;
   std::uint64_t num_launches_ = 0;  // of kernels that run at once
   std::uint64_t num_calls_ = 0;     // of these, and of those that graphs have captured
+  bool has_captured_ = false;
   std::shared_ptr<const Event> last_end_;
 };
 
