@@ -342,7 +342,10 @@ def compare(team: Team, kind: str, name: str) -> dict[str, Any]:
             for key, value in expected.items()
             if value.numel() and value.is_floating_point()
         ]
-        facts |= {"num_weights": len(parts), "difference_of_tolerance": float(torch.stack(parts).max())}
+        facts |= {
+            "num_weights": len(parts),
+            "difference_of_tolerance": float(torch.stack(parts).max()),
+        }
         has_few_waits = Counter(facts["waits"]) <= Counter(SYSTEMS[name][1])
         facts["right"] = facts["difference_of_tolerance"] <= 1 and has_few_waits
     except Exception:
