@@ -134,7 +134,10 @@ def launch(
     extensions = client_files.CACHE / "extensions"
     for lock in extensions.glob("*/lock"):
         lock.unlink()
+    # Of the environment, which has ninja, and of the one below it.
+    programs = [str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
     common = {
+        "PATH": os.pathsep.join(programs),
         "TORCH_EXTENSIONS_DIR": str(extensions),
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "1",
