@@ -31,12 +31,9 @@ namespace {
 
 using namespace ringcomm;
 using namespace ringcomm::host;
+using namespace ringcomm::testing;
 using std::chrono::milliseconds;
 using testing::error_of;
-using testing::expect;
-using testing::expect_error;
-using testing::MemoryStore;
-using testing::run_threads;
 
 PeerTable peer_table_of(const std::vector<std::string>& hosts) {
   std::vector<RankRecord> records;

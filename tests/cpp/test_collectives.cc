@@ -15,16 +15,7 @@
 namespace {
 
 using namespace ringcomm;
-using testing::Case;
-using testing::CaseTable;
-using testing::expect;
-using testing::kAlgorithms;
-using testing::kPhaseBytes;
-using testing::rooted;
-using testing::run_case;
-using testing::run_cases;
-using testing::run_placed;
-using testing::run_ranks;
+using namespace ringcomm::testing;
 
 // For an all_reduce that does not go through the leaders: above 1 MiB between two hosts.
 constexpr std::size_t kLongElems = 270'011;

@@ -21,12 +21,7 @@
 namespace {
 
 using namespace ringcomm;
-using testing::Case;
-using testing::CaseBuffers;
-using testing::expect;
-using testing::kPatient;
-using testing::run_case;
-using testing::run_ranks;
+using namespace ringcomm::testing;
 
 TEST_CASE("many different collectives in a random order, the same on all ranks") {
   for (int world_size = 2; world_size <= 8; ++world_size)

@@ -18,19 +18,9 @@
 namespace {
 
 using namespace ringcomm;
-using namespace std::chrono_literals;
-using testing::Case;
-using testing::CaseBuffers;
+using namespace ringcomm::testing;
 using testing::error_of;
-using testing::expect;
-using testing::expect_error;
-using testing::kPatient;
-using testing::MemoryNetwork;
-using testing::run_case;
-using testing::run_placed;
-using testing::run_ranks;
-using testing::wait_until;
-using testing::within;
+using namespace std::chrono_literals;
 
 // ---- calls that differ
 

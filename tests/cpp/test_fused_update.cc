@@ -18,12 +18,8 @@
 namespace {
 
 using namespace ringcomm;
+using namespace ringcomm::testing;
 using oracle::Bytes;
-using testing::Case;
-using testing::expect;
-using testing::Guarded;
-using testing::kPatient;
-using testing::run_ranks;
 
 constexpr DType kF32 = DType::kFloat32;
 constexpr std::uint32_t kNumSteps = 2;

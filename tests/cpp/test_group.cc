@@ -60,13 +60,9 @@ namespace {
 
 using namespace ringcomm;
 using namespace ringcomm::host;
+using namespace ringcomm::testing;
 using std::chrono::milliseconds;
 using testing::error_of;
-using testing::expect;
-using testing::expect_error;
-using testing::MemoryStore;
-using testing::num_entries;
-using testing::run_threads;
 
 constexpr int kCannotUnshare = 77;
 

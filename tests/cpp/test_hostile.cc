@@ -47,11 +47,9 @@ namespace {
 
 using namespace ringcomm;
 using namespace ringcomm::host;
+using namespace ringcomm::testing;
 using std::chrono::milliseconds;
 using testing::error_of;
-using testing::expect_error;
-using testing::MemoryStore;
-using testing::status_of_child;
 
 constexpr uid_t kStranger = 65534;
 constexpr milliseconds kPatience{30'000};

@@ -18,15 +18,9 @@
 namespace {
 
 using namespace ringcomm;
-using namespace std::chrono_literals;
-using testing::Case;
+using namespace ringcomm::testing;
 using testing::error_of;
-using testing::expect;
-using testing::expect_error;
-using testing::MemoryNetwork;
-using testing::run_case;
-using testing::run_placed;
-using testing::wait_until;
+using namespace std::chrono_literals;
 
 // The limits at which the code takes another way, in bytes: what an envelope carries, what is
 // received before the next shard is sent, what has a tag of its size, what goes through leaders of

@@ -20,15 +20,9 @@
 namespace {
 
 using namespace ringcomm;
-using namespace std::chrono_literals;
-using testing::Case;
+using namespace ringcomm::testing;
 using testing::error_of;
-using testing::expect;
-using testing::expect_error;
-using testing::MemoryNetwork;
-using testing::run_case;
-using testing::run_placed;
-using testing::within;
+using namespace std::chrono_literals;
 
 TEST_CASE("messages: a ring whose slices fit envelopes puts what the formula says on the wire") {
   constexpr int kWorld = 4;

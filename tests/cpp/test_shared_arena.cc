@@ -45,10 +45,7 @@ namespace {
 
 using namespace ringcomm;
 using namespace ringcomm::host;
-using testing::Case;
-using testing::expect;
-using testing::kPatient;
-using testing::run_ranks;
+using namespace ringcomm::testing;
 
 // Memory of the arena, or of the heap; off the alignment of vectors.
 std::shared_ptr<std::byte> memory_of(std::size_t num_bytes, bool is_shared) {

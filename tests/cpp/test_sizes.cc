@@ -21,13 +21,7 @@
 namespace {
 
 using namespace ringcomm;
-using testing::Case;
-using testing::expect;
-using testing::kPatient;
-using testing::kPhaseBytes;
-using testing::rooted;
-using testing::run_case;
-using testing::run_ranks;
+using namespace ringcomm::testing;
 
 const std::vector<OpKind> kUneven = {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
                                      OpKind::kScatter, OpKind::kAllToAll};

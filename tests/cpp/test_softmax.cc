@@ -19,13 +19,9 @@
 namespace {
 
 using namespace ringcomm;
+using namespace ringcomm::testing;
 using cpu::Kernels;
 using oracle::Bytes;
-using testing::decoded;
-using testing::encoded;
-using testing::Floats;
-using testing::Guarded;
-using testing::kernel_levels;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr double kUnit = 0x1p-24;      // a rounding of fp32, relative

@@ -19,13 +19,9 @@
 namespace {
 
 using namespace ringcomm;
+using namespace ringcomm::testing;
 using oracle::Bytes;
 using oracle::kNoLogits;
-using testing::CaseTable;
-using testing::expect;
-using testing::kAlgorithms;
-using testing::run_cases;
-using testing::run_placed;
 
 bool is_same(const SoftmaxStats& a, const SoftmaxStats& b) {
   return std::memcmp(&a, &b, sizeof a) == 0;

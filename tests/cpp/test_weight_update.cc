@@ -18,12 +18,9 @@
 namespace {
 
 using namespace ringcomm;
+using namespace ringcomm::testing;
 using cpu::Kernels;
 using oracle::Bytes;
-using testing::decoded;
-using testing::encoded;
-using testing::Floats;
-using testing::kernel_levels;
 
 // Nothing; a tail alone; around one vector of every width; around a block of sums; several.
 constexpr std::size_t kSizes[] = {0, 1, 3, 4, 5, 8, 15, 16, 17, 511, 512, 513, 1031};

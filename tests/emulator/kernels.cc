@@ -1,7 +1,6 @@
 // The kernels of csrc/cuda/kernels by the host's compiler, but for those of cross-entropy's
 // clusters, which only nvcc compiles: tests/ptx runs them.
 
-#include <cstring>
 #include <map>
 #include <string_view>
 

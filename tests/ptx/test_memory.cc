@@ -2,7 +2,6 @@
 // phases that each region, slot and packet is used again. They pass on any memory.
 #include <cstdint>
 #include <cstdlib>
-#include <string>
 #include <thread>
 #include <vector>
 

@@ -1,5 +1,4 @@
 // Arithmetic of PTX instructions against plain loops over bits and the oracle's 16-bit floats.
-#include <cstdint>
 #include <random>
 
 #include "ptx/bits.h"

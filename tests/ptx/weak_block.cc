@@ -1,8 +1,6 @@
 // Blocks of the weak memory and their barriers, its fences, barriers of clusters, and mbarriers.
 #include "ptx/weak_block.h"
 
-#include <algorithm>
-
 #include "ptx/weak_memory.h"
 
 namespace ringcomm::ptx {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <array>
-#include <memory>
 #include <mutex>
 #include <span>
 #include <vector>
