@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
