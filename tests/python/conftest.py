@@ -139,6 +139,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         print("\nleft behind by the ranks:", *left, sep="\n  ")
 
 
+@pytest.fixture(autouse=True)
+def _handlers_end_with_their_test() -> Iterator[None]:
+    """A test that leaves another handler of signals fails, and not a later one that meets it."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    after = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    assert after == before
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _pools_end_with_their_file() -> Iterator[None]:
     yield

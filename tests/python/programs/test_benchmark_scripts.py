@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -124,6 +125,7 @@ def test_a_way_that_is_refused_fails_with_the_reason(
     path = tmp_path / "records.jsonl"
     words = SCRIPTS["llama_memory"].replace("AdamW", "SGD,Lomo --predict").split()
     monkeypatch.setattr(sys, "argv", ["llama_memory.py", *words, "--json", str(path)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of the tests stay
     assert run_main("llama_memory.py", llama_memory.PROGRAM.main) == EXIT_FAILED
     out, err = capfd.readouterr()
     assert "llama_memory.py: SGD: refused, because nothing is free" in err
