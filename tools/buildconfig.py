@@ -64,7 +64,7 @@ EXTENSIONS = (
         "_cuda",
         _patterns("GPU"),
         (),
-        ("csrc/cuda/bindings/*.cc", "csrc/cuda/messages/*.cc", "kernels/**/cuda_*.cc"),
+        ("csrc/cuda/bindings/*.cc", "kernels/**/cuda_*.cc"),
     ),
 )
 

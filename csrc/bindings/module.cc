@@ -18,8 +18,8 @@
 #include "host/process.h"
 #include "host/shared_arena.h"
 #include "host/survivors.h"
+#include "host/thread_pool.h"
 #include "host/wait.h"
-#include "host/workers.h"
 #include "kernels/common/tables.h"
 
 namespace py = pybind11;

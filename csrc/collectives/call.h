@@ -287,7 +287,7 @@ struct CommunicatorOptions {
   std::string message_backend = {};        ///< what carries messages, where anything does
   // This rank's.
   std::string host_id = {};  ///< where it is; empty: found out
-  int max_threads = 0;       ///< for its copies and sums; see host::Workers
+  int max_threads = 0;       ///< for its copies and sums; see host::ThreadPool
   bool log_waits = true;     ///< long waits are written to stderr (recorder::LongWaits)
 
   /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."

@@ -5,7 +5,7 @@
 
 #include "collectives/trace.h"
 #include "core/errors.h"
-#include "host/workers.h"
+#include "host/thread_pool.h"
 
 namespace ringcomm {
 

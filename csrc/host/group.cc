@@ -155,7 +155,7 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
     // Read before whether the peer has joined, and before the reason for which it may have left.
     int dead = -1;
     for (int rank = 0; rank < world_size(); ++rank)
-      if (has_died(rank)) dead = whole_rank(rank);
+      if (has_died(rank)) dead = group_rank(rank);
     const bool was_aborted = state_of(rank_) == WaitStatus::kAborted;
     const auto rank = static_cast<int>(found - ranks_.begin());
     if (load_acquire(layout_.has_joined(memory_->data(), rank)) != 0) return true;
@@ -304,8 +304,8 @@ AbortReason Group::abort_reason() const {
   for (Backoff backoff; is_writing() && RunningClock::now() < deadline;) backoff.sleep();
   if (writer >= 0)
     return {.kind = ErrorKind::kPeerDied,
-            .origin = whole_rank(writer),
-            .culprit = whole_rank(writer),
+            .origin = group_rank(writer),
+            .culprit = group_rank(writer),
             .text = "it died before it could report why"};
   return {.kind = static_cast<ErrorKind>(record.kind),
           .origin = record.origin,

@@ -15,8 +15,8 @@
 #include "host/process.h"
 #include "host/rendezvous.h"
 #include "host/shared_memory.h"
+#include "host/thread_pool.h"
 #include "host/wait.h"
-#include "host/workers.h"
 
 namespace ringcomm::host {
 
@@ -132,7 +132,7 @@ class Group final : public GroupState {
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(ranks_.size()); }
   /// The rank's number in the whole group.
-  int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
+  int group_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_->num_bytes(); }
   BoardGeometry board() const { return layout_.board(memory_->data()); }
   LinkGeometry ring_link(int from) const { return layout_.ring_link(memory_->data(), from); }
@@ -225,7 +225,7 @@ class GroupWait final : public WaitGuard {
   int awaited_peer() const { return awaited_peer_; }
 
   void record(int peer, std::uint64_t begin_ticks, std::uint64_t end_ticks) override {
-    group_.record({.rank = group_.whole_rank(peer),
+    group_.record({.rank = group_.group_rank(peer),
                    .begin_ticks = begin_ticks,
                    .end_ticks = end_ticks,
                    .is_arrival = is_arriving_});

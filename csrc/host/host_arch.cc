@@ -11,7 +11,7 @@
 #include <ctime>
 #include <vector>
 
-#include "host/workers.h"
+#include "host/thread_pool.h"
 
 namespace ringcomm::host {
 namespace {

@@ -7,9 +7,9 @@
 #include "core/annotations.h"
 #include "core/arch.h"
 #include "core/wait_policy.h"
+#include "host/thread_pool.h"
 #include "host/ticks.h"
 #include "host/wait.h"
-#include "host/workers.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -20,10 +20,10 @@ namespace ringcomm::host {
 /// Cores and a futex: runs the protocols of core between processes (or threads) that share memory.
 class HostArch {
  public:
-  /// For `rank` of a group, whose waits end by `guard` and are recorded there. With `workers`,
+  /// For `rank` of a group, whose waits end by `guard` and are recorded there. With `thread_pool`,
   /// these copy.
-  HostArch(WaitGuard& guard, int rank, Workers* workers = nullptr)
-      : guard_(&guard), rank_(rank), workers_(workers) {}
+  HostArch(WaitGuard& guard, int rank, ThreadPool* thread_pool = nullptr)
+      : guard_(&guard), rank_(rank), thread_pool_(thread_pool) {}
 
   std::uint64_t load_acquire(const std::uint64_t& word) const {
     return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
@@ -57,8 +57,8 @@ class HostArch {
                   end - begin);
     };
     if (num_bytes == 0) return;
-    if (workers_ != nullptr)
-      workers_->split(num_bytes, 1, part);
+    if (thread_pool_ != nullptr)
+      thread_pool_->split(num_bytes, 1, part);
     else
       part(0, num_bytes);
   }
@@ -128,7 +128,7 @@ class HostArch {
 
   WaitGuard* guard_;
   int rank_;
-  Workers* workers_;
+  ThreadPool* thread_pool_;
   SpinBudget budget_;
   // Of the wait.
   std::uint32_t num_pauses_ = 0;

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "host/process.h"
+#include "host/thread_pool.h"
 #include "host/threads.h"
-#include "host/workers.h"
 
 namespace ringcomm::host {
 namespace {

@@ -85,6 +85,7 @@ struct Report {
 
 // Memory that the ranks of a run share with the process that looks on.
 struct Board {
+  std::atomic<bool> have_all_begun = false;
   std::atomic<int> num_steps = 0;
   std::atomic<bool> is_counting = false;
   std::atomic<std::int64_t> end_ns = 0;
@@ -275,6 +276,9 @@ void report(int rank, const Error* error, const char* text) {
 }
 
 [[noreturn]] void rank_main(int rank, const std::string& folder, Meshes& meshes) {
+  // A record that is older than the process that reads it may be of an earlier attempt.
+  for (Backoff backoff; !board->have_all_begun.load(); backoff.sleep()) {
+  }
   if (rank == plan.victim) test_step = count_step;
   std::unique_ptr<Communicator> group;
   try {
@@ -351,6 +355,7 @@ std::string run_plan(const std::string& folder) {
         if (ranks.back() == 0) rank_main(rank, folder, meshes);
         REQUIRE(ranks.back() > 0);  // kill(-1) would be for every process there is
       }
+      board->have_all_begun = true;
     }
     const bool is_over = wait_for_reports();
     for (const pid_t pid : ranks) ::kill(pid, SIGKILL);

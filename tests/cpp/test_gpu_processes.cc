@@ -47,7 +47,7 @@ int num_wrong_sums(int rank, const std::string& folder) {
                     &input,
                     &output};
     transport->plan(call, /*is_captured=*/false);
-    transport->enqueue(call, cuda::StreamPlace::of(stream));
+    transport->enqueue(call, cuda::StreamContext::of(stream));
     cuda::check(cuda::driver().stream_synchronize(stream), "wait");
     communicator.failure().rethrow_if_any();
     bool is_wrong = false;

@@ -56,7 +56,7 @@ class Rank {
   void start(Collective call) {
     call.set_number(0, communicator_.world_size());
     transport_->plan(call, /*is_captured=*/false);
-    transport_->enqueue(call, cuda::StreamPlace::of(stream_));
+    transport_->enqueue(call, cuda::StreamContext::of(stream_));
   }
   void check_messages(const std::vector<cuda::P2pMessage>& messages) const {
     transport_->check_messages(messages);

@@ -37,9 +37,9 @@
 #include "host/rendezvous.h"
 #include "host/shared_arena.h"
 #include "host/shared_memory.h"
+#include "host/thread_pool.h"
 #include "host/threads.h"
 #include "host/unix_socket.h"
-#include "host/workers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 

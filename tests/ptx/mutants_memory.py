@@ -78,7 +78,7 @@ REDUNDANT = [
     (r"unclaim |sync < end_claims? ", STREAM),
     (r"sync < agree ", "any word but zero says the same; a failed call has no result"),
     (
-        r"bar\.red\S* agree < (run|compare|claim_all|meet|open <|each < close <)",
+        r"bar\.red\S* agree < (run|compare|claim_all|rendezvous|open <|each < close <)",
         "the value is the barrier's; others order",
     ),
     (r"bar\.red\S* agree < (reduce|take)_all ", "it orders stores after loads that have ended"),
@@ -88,8 +88,8 @@ REDUNDANT = [
     (r"st\.release\S* .* < close_messages relaxed", ENDED),
     (r"ld\.acquire\S* .* < close_messages (relaxed|gpu)", ENDED),
     (
-        r"ld\.acquire\S* load_acquire < (deal < look_at_lanes .* relaxed|try_(acquire|wait) )",
-        "look_at_lanes() acquires for one thread, and the others by themselves, the same",
+        r"ld\.acquire\S* load_acquire < (deal < look_at_channels .* relaxed|try_(acquire|wait) )",
+        "look_at_channels() acquires for one thread, and the others by themselves, the same",
     ),
     (r"fence\.mbarrier_init", "barrier.cluster.arrive.release orders the same"),
     (r"barrier\.cluster\.arrive", "fence.mbarrier_init orders the same"),

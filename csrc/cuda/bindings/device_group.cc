@@ -1,10 +1,7 @@
 #include "cuda/bindings/device_group.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Logging.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <chrono>
@@ -12,16 +9,12 @@
 #include <thread>
 
 #include "bindings/python_errors.h"
-#include "communicator/records.h"
 #include "core/errors.h"
-#include "cuda/collectives/ipc_transport.h"
-#include "cuda/messages/transport.h"
+#include "cuda/bindings/device_transports.h"
 #include "host/group_state.h"
 
 namespace ringcomm {
 namespace {
-
-using TransportPtr = std::unique_ptr<cuda::DeviceTransport>;
 
 // Of a device, to end aborted work, before its memory is leaked.
 constexpr std::chrono::seconds kAbortPatience{10};
@@ -36,49 +29,6 @@ void take_tensors(TensorCall& item, std::vector<at::Tensor>& kept,
   item.profiled.clear();
 }
 
-// Null on all ranks, with the reason, if the ranks cannot map each other's memory.
-TransportPtr make_ipc_transport(const c10::intrusive_ptr<c10d::Store>& store,
-                                Communicator& communicator, const GroupOptions& options,
-                                c10::Device device, std::string& reason) {
-  if (communicator.world_size() == 1)
-    reason = "a group of one";
-  else if (!is_of_driver(device))
-    reason = "not a CUDA device";
-  else if (options.engine.transport == "messages")
-    reason = "the transport is messages";
-  if (!reason.empty()) return nullptr;
-  const std::string name = "ringcomm: group " + options.group_name;
-  const WaitLimits limits{.timeout = std::min(options.timeout, kLongestTimeout),
-                          .is_interrupted = is_interrupted};
-  const auto make_sums = [&]() -> TransportPtr {
-    if (options.engine.algorithm != Algorithm::kAuto || options.engine.is_rank_ordered)
-      return nullptr;
-    TransportPtr made;
-    try {
-      made = make_message_device_transport(store, communicator, options, device,
-                                           cuda::kLeastSwitchBytes);
-    } catch (const std::exception& error) {
-      communicator.failure().rethrow_if_any();
-      LOG(WARNING) << name << ": sums stay with ringcomm's kernels: " << error.what();
-    }
-    const auto all = RecordExchange(communicator, limits).all_gather(std::uint8_t{made != nullptr});
-    if (std::ranges::find(all, 0) == all.end()) return made;
-    if (made != nullptr) made->abort();
-    return nullptr;
-  };
-  try {
-    const cuda::ContextGuard guard(device.index());
-    const cuda::RelaxedCapture relaxed;
-    return std::make_unique<cuda::IpcTransport>(
-        communicator, device.index(), limits,
-        [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; },
-        make_sums);
-  } catch (const Unavailable& unavailable) {
-    reason = unavailable.what();
-    return nullptr;
-  }
-}
-
 }  // namespace
 
 DeviceGroup::DeviceGroup(c10::intrusive_ptr<c10d::Store> store,
@@ -91,78 +41,42 @@ DeviceGroup::DeviceGroup(c10::intrusive_ptr<c10d::Store> store,
       world_size_(world_size) {}
 
 DeviceGroup::~DeviceGroup() {
-  for (const auto& use : uses_) use->give_up();
+  for (const auto& operation : operations_) operation->mark_aborted();
 }
 
 cuda::DeviceTransport& DeviceGroup::transport(c10::Device device) {
   const auto find = [&]() -> cuda::DeviceTransport* {
     const std::lock_guard lock(mutex_);
-    for (const auto& [known, transport] : transports_)
-      if (known == device) return transport.get();
-    return nullptr;
+    const auto found = transports_.find(device.index());
+    return found != transports_.end() ? found->second.get() : nullptr;
   };
   if (cuda::DeviceTransport* const found = find()) return *found;
   // It waits for other ranks, so mutex_ is free meanwhile.
   const std::lock_guard making(making_);
   if (cuda::DeviceTransport* const found = find()) return *found;  // another thread's
-  TransportPtr made;
+  DeviceTransportPtr made;
   try {
     // Not the caller's, which may be captured.
     const c10::StreamGuard beside(own_stream(device, /*peer=*/-1));
-    made = make_transport(*communicator(), device);
+    made = make_device_transport(store_, *communicator(), *options_, device);
   } catch (const std::exception&) {
     check();  // throws the reason if a watchdog ended the group
     throw;
   }
   const std::lock_guard lock(mutex_);
   if (is_aborted_) made->abort();
-  return *transports_.emplace_back(device, std::move(made)).second;
+  return *(transports_[device.index()] = std::move(made));
 }
 
 cuda::DeviceTransport& DeviceGroup::transport_of_call(c10::Device device) {
   cuda::DeviceTransport& found = transport(device);
   // A kernel may have given up since the watchdog's last look, which tells why.
-  if (!has_awaited_reason_ && found.may_have_given_up()) {
+  if (!has_awaited_reason_ && found.may_be_aborted()) {
     has_awaited_reason_ = true;  // once, if none comes
     await_reason([] { return true; });
   }
   found.set_timeout(std::min(options_->timeout, kLongestTimeout));  // of set_timeout()
   return found;
-}
-
-TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device device) const {
-  const c10::DeviceGuard guard(device);
-  // The faster one first; the other takes every group.
-  std::string reason;
-  TransportPtr transport = make_ipc_transport(store_, communicator, *options_, device, reason);
-  const bool is_slower =
-      transport != nullptr
-          ? transport->description().find(cuda::kFewQueues) != std::string::npos
-          : is_of_driver(device) && communicator.transport_description().starts_with("shm:");
-  std::string not_by;
-  if (transport == nullptr) {
-    not_by = "not by cuda_ipc: " + reason;
-    try {
-      transport =
-          make_message_device_transport(store_, communicator, *options_, device, /*sum_bytes=*/0);
-    } catch (c10::Error& error) {
-      error.add_context(not_by);
-      throw;
-    } catch (const Error& error) {
-      throw Error(error.info(), std::string(error.what()) + "; " + not_by);
-    }
-    not_by = "; " + not_by;
-  }
-  const pybind11::gil_scoped_acquire acquired;
-  static bool has_warned = false;  // with the GIL
-  const bool warns = is_slower && !std::exchange(has_warned, true);
-  pybind11::module_::import("logging")
-      .attr("getLogger")("ringcomm")
-      .attr(warns ? "warning" : "info")("group %s, rank %d of %d: tensors on %s go by %s",
-                                        options_->group_name, communicator.rank(),
-                                        communicator.world_size(), device.str(),
-                                        transport->description() + not_by);
-  return transport;
 }
 
 bool DeviceGroup::map(c10::Device device, const void* data, std::size_t num_bytes) {
@@ -179,7 +93,7 @@ Algorithm DeviceGroup::algorithm_of(Collective call, c10::Device device) {
 void DeviceGroup::abort() noexcept {
   const std::lock_guard lock(mutex_);
   if (std::exchange(is_aborted_, true)) return;
-  for (const auto& use : uses_) use->give_up();
+  for (const auto& operation : operations_) operation->mark_aborted();
   for (const auto& [device, transport] : transports_) transport->abort();
 }
 
@@ -207,7 +121,7 @@ void DeviceGroup::await_reason(c10::function_ref<bool()> may_come) {
   check();  // reported since
 }
 
-void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
+void DeviceGroup::throw_aborted(const char* title, const std::string& detail) {
   await_reason([&] {
     const auto communicator = communicator_.lock();
     if (communicator == nullptr) return false;
@@ -224,7 +138,7 @@ void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
   throw Error({.kind = ErrorKind::kAborted, .rank = rank_, .op = title}, "ringcomm: " + why);
 }
 
-bool DeviceGroup::has_another_given_up() {
+bool DeviceGroup::has_another_aborted() {
   const auto communicator = communicator_.lock();
   return communicator != nullptr && communicator->group_state() != nullptr &&
          communicator->group_state()->is_aborted(/*asks=*/true);
@@ -239,13 +153,13 @@ void DeviceGroup::end(const std::string& why) {
 void DeviceGroup::drain() {
   const std::lock_guard order(order_);
   auto deadline = deadline_after(options_->timeout);
-  std::deque<std::shared_ptr<DeviceUse>> uses;
+  std::deque<std::shared_ptr<DeviceOperation>> operations;
   {
     const std::lock_guard lock(mutex_);
-    uses = uses_;
+    operations = operations_;
   }
-  for (const auto& use : uses) {
-    for (bool has_aborted = false; !use->is_over();
+  for (const auto& operation : operations) {
+    for (bool has_aborted = false; !operation->is_over();
          std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
       const auto communicator = communicator_.lock();
       const bool has_failed = communicator == nullptr || communicator->failure().has_failed();
@@ -268,16 +182,16 @@ c10::Stream DeviceGroup::own_stream(c10::Device device, int peer) {
   return found->second;
 }
 
-// Releases completed uses. The device is queried only for those that still hold tensors. Of the
-// others that nothing else references, the last one of each stream is sufficient. With order_, so
-// that nobody else adds or removes one.
-void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
+// Releases completed operations. The device is queried only for those that still hold tensors. Of
+// the others that nothing else references, the last one of each stream is sufficient. With order_,
+// so that nobody else adds or removes one.
+void DeviceGroup::keep(const std::shared_ptr<DeviceOperation>& operation) {
   // A tensor that is freed may need the GIL, whose holder may wait for mutex_.
-  std::vector<std::shared_ptr<DeviceUse>> released;
-  for (const auto& earlier : uses_)
+  std::vector<std::shared_ptr<DeviceOperation>> released;
+  for (const auto& earlier : operations_)
     if (earlier->has_tensors() && !earlier->is_over()) break;
   const std::lock_guard lock(mutex_);
-  std::vector<c10::Stream> later{use->stream()};
+  std::vector<c10::Stream> later{operation->stream()};
   const auto is_told_of = [&](const auto& earlier) {
     if (earlier->is_known_to_be_over()) return true;
     if (earlier.use_count() > 1 || earlier->has_tensors()) return false;
@@ -285,11 +199,11 @@ void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
     later.push_back(earlier->stream());
     return false;
   };
-  for (auto one = uses_.rbegin(); one != uses_.rend(); ++one)
+  for (auto one = operations_.rbegin(); one != operations_.rend(); ++one)
     if (is_told_of(*one)) released.push_back(std::exchange(*one, nullptr));
-  std::erase(uses_, nullptr);
-  uses_.push_back(use);
-  if (is_aborted_) use->give_up();
+  std::erase(operations_, nullptr);
+  operations_.push_back(operation);
+  if (is_aborted_) operation->mark_aborted();
 }
 
 void DeviceGroup::ending_on_failure(c10::function_ref<std::string()> what,
@@ -306,7 +220,7 @@ void DeviceGroup::ending_on_failure(c10::function_ref<std::string()> what,
 }
 
 void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
-                      const cuda::StreamPlace& place, const std::function<void()>& finish) {
+                      const cuda::StreamContext& stream, const std::function<void()>& finish) {
   if (call.dtype == DType::kSoftmaxStats)
     throw std::invalid_argument("softmax statistics are merged in one step on CPUs only");
   const std::shared_ptr<Communicator> engine = communicator();
@@ -321,17 +235,17 @@ void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
     });
     ++num_checks_;
   }
-  transport.plan(call, place.capture != 0);
+  transport.plan(call, stream.capture != 0);
   recorded_.push_back(engine->record_on_device(recorder::event_of(call, 0)));
   ending_on_failure([&] { return describe(call); },
                     [&] {
-                      engine->stats().count(call.op, transport.enqueue(call, place));
+                      engine->stats().count(call.op, transport.enqueue(call, stream));
                       if (finish) finish();
                     });
 }
 
-std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_async, int peer,
-                                                Tensors kept, const Body& body) {
+std::shared_ptr<DeviceOperation> DeviceGroup::enqueue(c10::Device device, bool is_async, int peer,
+                                                      Tensors kept, const Body& body) {
   const std::lock_guard order(order_);
   check();
   const c10::Stream home = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -340,20 +254,20 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
   const DeviceContext context(device);
   cuda::DeviceTransport& used = transport_of_call(device);  // before the stream may be captured
   if (stream != home) DeviceEvent::record(home).block(stream);
-  cuda::StreamPlace place;
-  if (has_driver_for(device)) place = cuda::StreamPlace::of(handle_of(stream));
+  cuda::StreamContext on_stream;
+  if (has_driver_for(device)) on_stream = cuda::StreamContext::of(handle_of(stream));
   // Nothing can be launched in it, on this rank alone: the group goes on.
-  if (place.capture == cuda::kFailedCapture)
+  if (on_stream.capture == cuda::kFailedCapture)
     throw std::runtime_error(
         "ringcomm: the capture of this stream had failed before this call: end it, and begin "
         "again");
   std::shared_ptr<const cuda::Event> end;
   recorded_.clear();
   try {
-    if (body(used, place)) end = used.last_end();
-    if (const char* const why = used.why_staged()) {
-      TORCH_WARN_ONCE("ringcomm: calls copy some tensors of GPUs, because ", why);
-    }
+    if (body(used, on_stream)) end = used.last_end();
+    const char* const why = used.why_staged();
+    if (std::exchange(told_why_staged_, why) != why)
+      TORCH_WARN("ringcomm: calls copy some tensors of GPUs, because ", why);
   } catch (...) {
     if (communicator()->failure().has_failed()) {
       const std::lock_guard lock(mutex_);
@@ -361,12 +275,12 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
     }
     throw;
   }
-  auto use = std::make_shared<DeviceUse>(
-      stream, home, place.capture != 0,
+  auto operation = std::make_shared<DeviceOperation>(
+      stream, home, on_stream.capture != 0,
       end != nullptr ? DeviceEvent(end) : DeviceEvent::record(stream), std::move(kept), used,
       used.take_outcomes(), std::exchange(recorded_, {}));
-  keep(use);
-  return use;
+  keep(operation);
+  return operation;
 }
 
 WorkPtr DeviceGroup::enqueue_work(c10::Device device, const CallInfo& info, const Tensors& inputs,
@@ -387,8 +301,8 @@ WorkPtr DeviceGroup::enqueue_work(c10::Device device, const CallInfo& info, cons
 void DeviceGroup::run_at_once(c10::Device device, const Collective& call, Tensors tensors) {
   with_python_errors([&] {
     enqueue(device, /*is_async=*/false, /*peer=*/-1, std::move(tensors),
-            [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
-              run(call, transport, place);
+            [&](cuda::DeviceTransport& transport, const cuda::StreamContext& stream) {
+              run(call, transport, stream);
               return true;
             });
     check();
@@ -403,13 +317,13 @@ WorkPtr DeviceGroup::start(c10::Device device, const CallInfo& info, std::vector
     take_tensors(item, kept, inputs);
   }
   return enqueue_work(device, info, inputs, std::move(kept), std::move(results),
-                      [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
+                      [&](cuda::DeviceTransport& transport, const cuda::StreamContext& stream) {
                         for (const TensorCall& item : calls) {  // all are refused, or none
                           Collective planned = item.call;
-                          if (calls.size() > 1) transport.plan(planned, place.capture != 0);
+                          if (calls.size() > 1) transport.plan(planned, stream.capture != 0);
                         }
                         for (const TensorCall& item : calls)
-                          run(item.call, transport, place, item.finish);
+                          run(item.call, transport, stream, item.finish);
                         return !calls.empty() && !calls.back().finish;
                       });
 }
@@ -428,14 +342,14 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
     take_tensors(item, kept, inputs);
   }
   bool is_last = true;
-  const auto post = [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
+  const auto post = [&](cuda::DeviceTransport& transport, const cuda::StreamContext& stream) {
     for (const cuda::P2pMessage& message : messages)
       recorded_.push_back(communicator()->record_on_device(
           {.seq = static_cast<std::uint64_t>(message.tag),
            .num_bytes = message.num_bytes,
            .peer = message.peer,
            .op = message.is_send ? OpKind::kSend : OpKind::kRecv}));
-    transport.exchange(messages, place);
+    transport.exchange(messages, stream);
     for (const DeviceMessage& call : calls) {
       if (!call.item.finish) continue;
       call.item.finish();
@@ -443,10 +357,10 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
     }
   };
   return enqueue_work(*calls[0].info.device, info, inputs, std::move(kept), std::move(results),
-                      [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
+                      [&](cuda::DeviceTransport& transport, const cuda::StreamContext& stream) {
                         transport.check_messages(messages);
                         ending_on_failure([] { return "sends and receives"; },
-                                          [&] { post(transport, place); });
+                                          [&] { post(transport, stream); });
                         return is_last;
                       });
 }

@@ -48,31 +48,27 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   void end(const std::string& why);
   /// A call has ended on a device without having done all: throws why, which other threads and
   /// ranks may be about to tell, or else ends the group for `detail`.
-  [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
+  [[noreturn]] void throw_aborted(const char* title, const std::string& detail);
   /// Whether another rank has failed; between hosts, this reads the store.
-  bool has_another_given_up();
+  bool has_another_aborted();
 
  private:
   /// The transport of a device. The first call makes it and is collective over the group.
   cuda::DeviceTransport& transport(c10::Device device);
   /// The same, for a call. Throws the reason if an earlier one has failed.
   cuda::DeviceTransport& transport_of_call(c10::Device device);
-  /// Kernels in memory that all ranks have mapped, or else messages. Takes the GIL, and blocks.
-  /// Throws Error, and ValueError if neither supports the device.
-  std::unique_ptr<cuda::DeviceTransport> make_transport(Communicator& communicator,
-                                                        c10::Device device) const;
   /// Whether the last that it has enqueued was the transport's.
-  using Body = c10::function_ref<bool(cuda::DeviceTransport&, const cuda::StreamPlace&)>;
+  using Body = c10::function_ref<bool(cuda::DeviceTransport&, const cuda::StreamContext&)>;
 
-  std::shared_ptr<DeviceUse> enqueue(c10::Device device, bool is_async, int peer, Tensors kept,
-                                     const Body& body);
+  std::shared_ptr<DeviceOperation> enqueue(c10::Device device, bool is_async, int peer,
+                                           Tensors kept, const Body& body);
   WorkPtr enqueue_work(c10::Device device, const CallInfo& info, const Tensors& inputs,
                        Tensors kept, Tensors results, const Body& body);
-  void run(Collective call, cuda::DeviceTransport& transport, const cuda::StreamPlace& place,
+  void run(Collective call, cuda::DeviceTransport& transport, const cuda::StreamContext& stream,
            const std::function<void()>& finish = {});
   std::shared_ptr<Communicator> communicator() const;
   c10::Stream own_stream(c10::Device device, int peer);
-  void keep(const std::shared_ptr<DeviceUse>& use);
+  void keep(const std::shared_ptr<DeviceOperation>& operation);
   /// Throws the reason for which the group ends, if a watchdog of this or another rank reports one
   /// in time, while `may_come()`.
   void await_reason(c10::function_ref<bool()> may_come);
@@ -89,13 +85,13 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_;
   std::vector<recorder::Call> recorded_;  // of the call that is being enqueued
   bool has_awaited_reason_ = false;       // after a call that gave up
+  const char* told_why_staged_ = nullptr;
 
-  std::mutex making_;                            // held while a transport is made
-  std::mutex mutex_;                             // held for moments; guards what follows
-  std::deque<std::shared_ptr<DeviceUse>> uses_;  // perhaps not waited for yet
+  std::mutex making_;  // held while a transport is made
+  std::mutex mutex_;   // held for moments; guards what follows
+  std::deque<std::shared_ptr<DeviceOperation>> operations_;  // perhaps not waited for yet
   std::vector<at::Tensor> lost_;  // of calls that failed half-way: they may still be in use
-  // Never shrinks.
-  std::vector<std::pair<c10::Device, std::unique_ptr<cuda::DeviceTransport>>> transports_;
+  std::map<c10::DeviceIndex, std::unique_ptr<cuda::DeviceTransport>> transports_;
   bool is_aborted_ = false;
 };
 

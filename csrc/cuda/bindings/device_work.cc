@@ -17,9 +17,10 @@ namespace ringcomm {
 constexpr std::chrono::microseconds kFirstNap{20};
 constexpr std::chrono::microseconds kLongestNap{2000};
 
-DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured,
-                     DeviceEvent end, std::vector<at::Tensor> tensors,
-                     const cuda::DeviceTransport& transport, Outcomes outcomes, Recorded recorded)
+DeviceOperation::DeviceOperation(const c10::Stream& stream, const c10::Stream& home,
+                                 bool is_captured, DeviceEvent end, std::vector<at::Tensor> tensors,
+                                 const cuda::DeviceTransport& transport, Outcomes outcomes,
+                                 Recorded recorded)
     : stream_(stream),
       home_(home),
       is_captured_(is_captured),
@@ -34,14 +35,14 @@ DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is
   if (is_captured_) outcomes_.clear();
 }
 
-bool DeviceUse::is_over() {
+bool DeviceOperation::is_over() {
   std::vector<at::Tensor> freed;  // without the lock
   Outcomes ended;
   const std::lock_guard lock(mutex_);
   if (!is_over_ && end_.is_over()) {
     is_over_ = true;
     // Checked after the event has passed, because a failing transport sets this first.
-    is_broken_ = is_broken_ || (transport_ != nullptr && transport_->may_have_given_up());
+    is_broken_ = is_broken_ || (transport_ != nullptr && transport_->may_be_aborted());
     ended.swap(outcomes_);
     for (const auto& outcome : ended) record_failure(outcome());
     std::ranges::for_each(recorded_, &recorder::Call::end);
@@ -50,26 +51,26 @@ bool DeviceUse::is_over() {
   return is_over_;
 }
 
-void DeviceUse::look_for_failure() {
+void DeviceOperation::look_for_failure() {
   {
     const std::lock_guard lock(mutex_);
     if (is_over_) return;
-    if (outcomes_.empty() && (transport_ == nullptr || !transport_->may_have_given_up())) return;
+    if (outcomes_.empty() && (transport_ == nullptr || !transport_->may_be_aborted())) return;
   }
   is_over();
 }
 
-bool DeviceUse::is_known_to_be_over() {
+bool DeviceOperation::is_known_to_be_over() {
   const std::lock_guard lock(mutex_);
   return is_over_;
 }
 
-bool DeviceUse::has_tensors() {
+bool DeviceOperation::has_tensors() {
   const std::lock_guard lock(mutex_);
   return !tensors_.empty();
 }
 
-void DeviceUse::block_current_stream() {
+void DeviceOperation::block_current_stream() {
   const c10::Stream current =
       c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
   if (current != stream_) {
@@ -83,7 +84,7 @@ void DeviceUse::block_current_stream() {
 }
 
 // With the lock held.
-void DeviceUse::record_failure(const std::exception_ptr& error) {
+void DeviceOperation::record_failure(const std::exception_ptr& error) {
   if (error == nullptr || !failure_.empty()) return;
   is_broken_ = true;
   try {
@@ -95,18 +96,18 @@ void DeviceUse::record_failure(const std::exception_ptr& error) {
   }
 }
 
-void DeviceUse::give_up() {
+void DeviceOperation::mark_aborted() {
   const std::lock_guard lock(mutex_);
   is_broken_ = is_broken_ || !is_over_;
   transport_ = nullptr;
 }
 
-void DeviceUse::doubt() {
+void DeviceOperation::mark_suspect() {
   const std::lock_guard lock(mutex_);
   is_broken_ = !is_captured_;
 }
 
-std::optional<std::string> DeviceUse::failure() {
+std::optional<std::string> DeviceOperation::failure() {
   const std::lock_guard lock(mutex_);
   return is_broken_ ? std::optional(failure_) : std::nullopt;
 }
@@ -122,24 +123,24 @@ DeviceWork::DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType 
       seq_(seq),
       barrier_timeout_(barrier_timeout) {}
 
-void DeviceWork::set_enqueued(std::shared_ptr<DeviceUse> use) {
-  use_ = std::move(use);
+void DeviceWork::set_enqueued(std::shared_ptr<DeviceOperation> operation) {
+  operation_ = std::move(operation);
   finish();  // of its record: for profilers a call ends where the host is done with it
 }
 
 // A stream of a group that has failed may stay blocked.
-bool DeviceWork::isCompleted() { return use_->is_over() || !isSuccess(); }
+bool DeviceWork::isCompleted() { return operation_->is_over() || !isSuccess(); }
 
 bool DeviceWork::isSuccess() const {
-  use_->look_for_failure();
+  operation_->look_for_failure();
   if (const auto group = group_.lock(); group != nullptr) group->abort_if_failed();
-  return !use_->failure().has_value();
+  return !operation_->failure().has_value();
 }
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   with_python_errors([&] {
     check_whole();
-    use_->block_current_stream();
+    operation_->block_current_stream();
     if (timeout != kNoTimeout)
       wait_on_host(timeout, false);
     else if (barrier_timeout_)
@@ -152,14 +153,14 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
 void DeviceWork::check_whole() const {
   if (isSuccess()) return;
   if (const auto group = group_.lock(); group != nullptr)
-    group->throw_given_up(title_, use_->failure().value_or(""));
+    group->throw_aborted(title_, operation_->failure().value_or(""));
   throw Error({.kind = ErrorKind::kAborted, .op = title_},
               std::string("ringcomm: ") + title_ + " was not complete when its group ended");
 }
 
 void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group) {
   const auto deadline = deadline_after(timeout);
-  for (auto nap = kFirstNap; !use_->is_over(); nap = std::min(2 * nap, kLongestNap)) {
+  for (auto nap = kFirstNap; !operation_->is_over(); nap = std::min(2 * nap, kLongestNap)) {
     const bool is_late = RunningClock::now() >= deadline;
     if (const auto group = group_.lock(); group != nullptr) {
       if (is_interrupted()) group->end("interrupted by a signal");
@@ -171,19 +172,19 @@ void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group
     if (is_late) throw_wait_timeout(title_, timeout);
     std::this_thread::sleep_for(nap);
   }
-  if (const auto group = group_.lock(); group != nullptr && group->has_another_given_up())
-    use_->doubt();
+  if (const auto group = group_.lock(); group != nullptr && group->has_another_aborted())
+    operation_->mark_suspect();
   check_whole();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   const std::lock_guard lock(future_mutex_);
   if (future_ != nullptr) return future_;
-  future_ =
-      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                               std::vector<c10::Device>{use_->stream().device()});
+  future_ = c10::make_intrusive<c10::ivalue::Future>(
+      c10::ListType::create(c10::TensorType::get()),
+      std::vector<c10::Device>{operation_->stream().device()});
   // The future takes its events from the stream that is current.
-  const c10::StreamGuard guard(use_->stream());
+  const c10::StreamGuard guard(operation_->stream());
   mark_completed(*future_, results_);
   return future_;
 }

@@ -65,18 +65,18 @@ class DeviceEvent {
 
 /// The tensors that a call on a device uses, and the event of its end, which only counts if nothing
 /// has failed by then: an aborted call ends with it, too. Thread-safe.
-class DeviceUse {
+class DeviceOperation {
  public:
   using Outcomes = std::vector<cuda::DeviceTransport::Outcome>;
   using Recorded = std::vector<recorder::Call>;
 
   /// `end` is after the work enqueued on `stream`. Allocators reuse freed memory for later work on
   /// `home`, the current stream at the call. Captured work cannot be queried, and counts as
-  /// complete at once. `transport` must live until give_up(); `outcomes` are its.
+  /// complete at once. `transport` must live until mark_aborted(); `outcomes` are its.
   /// `recorded`: its calls in the flight recorder, which end when it is seen to be over.
-  DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured, DeviceEvent end,
-            std::vector<at::Tensor> tensors, const cuda::DeviceTransport& transport,
-            Outcomes outcomes, Recorded recorded);
+  DeviceOperation(const c10::Stream& stream, const c10::Stream& home, bool is_captured,
+                  DeviceEvent end, std::vector<at::Tensor> tensors,
+                  const cuda::DeviceTransport& transport, Outcomes outcomes, Recorded recorded);
 
   const c10::Stream& stream() const { return stream_; }
   /// Whether the device is through; lets the tensors go then, and finds out whether it is broken.
@@ -90,9 +90,9 @@ class DeviceUse {
   /// memory.
   void block_current_stream();
   /// The group has ended: work that is not known to be complete counts as broken.
-  void give_up();
+  void mark_aborted();
   /// Another rank had failed by the time this ended.
-  void doubt();
+  void mark_suspect();
   /// The error, which may be empty, if the device is known not to have done all of it.
   std::optional<std::string> failure();
 
@@ -104,7 +104,7 @@ class DeviceUse {
   const bool is_captured_;
   const DeviceEvent end_;
   std::mutex mutex_;                        // guards the rest
-  const cuda::DeviceTransport* transport_;  // null from give_up() on
+  const cuda::DeviceTransport* transport_;  // null from mark_aborted() on
   Outcomes outcomes_;                       // until it is over
   Recorded recorded_;
   bool is_over_;
@@ -122,7 +122,7 @@ class DeviceWork final : public c10d::Work {
              std::uint64_t seq, std::optional<std::chrono::milliseconds> barrier_timeout);
 
   /// Called once, after everything was enqueued and before the work is shared.
-  void set_enqueued(std::shared_ptr<DeviceUse> use);
+  void set_enqueued(std::shared_ptr<DeviceOperation> operation);
 
   bool isCompleted() override;
   /// Whether it has not failed yet.
@@ -150,7 +150,7 @@ class DeviceWork final : public c10d::Work {
   std::uint64_t seq_;
   /// The host waits for a barrier, so long; after that the group ends.
   std::optional<std::chrono::milliseconds> barrier_timeout_;
-  std::shared_ptr<DeviceUse> use_;
+  std::shared_ptr<DeviceOperation> operation_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

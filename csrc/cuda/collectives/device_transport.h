@@ -39,11 +39,11 @@ class DeviceTransport {
   /// The limit of the waits of later calls, but not of those that a graph has captured.
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
 
-  /// Enqueues one planned collective, with the device's context and the place's stream current; all
+  /// Enqueues one planned collective, with the device's context and the stream current; all
   /// ranks enqueue in the same order.
-  virtual Traffic enqueue(const Collective& call, const StreamPlace& place) = 0;
+  virtual Traffic enqueue(const Collective& call, const StreamContext& stream) = 0;
   /// Sends and receives that must not wait for each other: two ranks may both send first.
-  virtual void exchange(std::vector<P2pMessage> messages, const StreamPlace& place) = 0;
+  virtual void exchange(std::vector<P2pMessage> messages, const StreamContext& stream) = 0;
   /// The event after the last of these two calls, if the transport has recorded one.
   virtual std::shared_ptr<const Event> last_end() const { return nullptr; }
   /// Of what was enqueued since the last call of this function and can fail by itself.
@@ -64,7 +64,7 @@ class DeviceTransport {
 
   /// Whether work may end without being complete, because a rank has failed. Work that ended while
   /// this was false is complete. From any thread.
-  virtual bool may_have_given_up() const noexcept = 0;
+  virtual bool may_be_aborted() const noexcept = 0;
   /// Ends enqueued work for ever. From any thread.
   virtual void abort() noexcept = 0;
 };

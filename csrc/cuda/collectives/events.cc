@@ -19,21 +19,21 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
           }};
 }
 
-void RunningKernels::wait(const void* group, int peer, const StreamPlace& place) {
+void RunningKernels::wait(const void* group, int peer, const StreamContext& stream) {
   const std::lock_guard lock(mutex_);
   const Order& order = orders_[{group, peer}];
-  const auto found = order.captured.find(place.capture);
-  if (place.capture != 0 && found == order.captured.end()) return;
-  const Last& last = place.capture == 0 ? order.run : found->second;
-  if (last.end != nullptr && last.stream != place.stream) last.end->block(place.stream);
+  const auto found = order.captured.find(stream.capture);
+  if (stream.capture != 0 && found == order.captured.end()) return;
+  const Last& last = stream.capture == 0 ? order.run : found->second;
+  if (last.end != nullptr && last.stream != stream.handle) last.end->block(stream.handle);
 }
 
 void RunningKernels::remember(const void* group, int peer, std::shared_ptr<const Event> end,
-                              const StreamPlace& place) {
+                              const StreamContext& stream) {
   constexpr std::size_t kMostCaptures = 16;
   const std::lock_guard lock(mutex_);
   auto& [run, captured] = orders_[{group, peer}];
-  (place.capture == 0 ? run : captured[place.capture]) = {std::move(end), place.stream};
+  (stream.capture == 0 ? run : captured[stream.capture]) = {std::move(end), stream.handle};
   if (captured.size() > kMostCaptures) captured.erase(captured.begin());
 }
 
@@ -99,7 +99,7 @@ void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char
       what);
 }
 
-StreamPlace StreamPlace::of(StreamHandle stream) {
+StreamContext StreamContext::of(StreamHandle stream) {
   int status = kCaptureNone;
   unsigned long long id = 0;
   check(driver().stream_get_capture_info(stream, &status, &id, nullptr, nullptr, nullptr),

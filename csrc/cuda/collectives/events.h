@@ -28,8 +28,6 @@ class Event {
     check(driver().event_create(&event_, kEventDisableTiming), "make an event");
   }
   ~Event() { driver().event_destroy(event_); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
 
   void record(StreamHandle stream) {
     is_due_ = stream == nullptr;
@@ -83,15 +81,15 @@ class EventPool : public PerDevice<EventPool> {
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
 
-/// In StreamPlace::capture: one that has failed has no number any more.
+/// In StreamContext::capture: one that has failed has no number any more.
 inline constexpr std::uint64_t kFailedCapture = ~std::uint64_t{0};
 
 /// A stream, and the number of the capture that it is part of during one call; 0 if none.
-struct StreamPlace {
-  StreamHandle stream = nullptr;
+struct StreamContext {
+  StreamHandle handle = nullptr;
   std::uint64_t capture = 0;
 
-  static StreamPlace of(StreamHandle stream);
+  static StreamContext of(StreamHandle stream);
 };
 
 /// The last kernels of each group of this process on a device, which orders its calls as they are
@@ -106,10 +104,10 @@ class RunningKernels : public PerDevice<RunningKernels> {
   // Of a group's collectives, or of its messages with `peer`.
   static constexpr int kCollective = -1;
   /// Makes the stream wait for the last of them, if that is on another stream.
-  void wait(const void* group, int peer, const StreamPlace& place);
+  void wait(const void* group, int peer, const StreamContext& stream);
   /// Call it after work was enqueued and `end` recorded after it.
   void remember(const void* group, int peer, std::shared_ptr<const Event> end,
-                const StreamPlace& place);
+                const StreamContext& stream);
   /// The host waits for all of a group but what is captured.
   void end(const void* group);
 

@@ -30,16 +30,12 @@ IpcTransport::IpcTransport(Communicator& communicator, DeviceOrdinal device,
           [this] { allocations_.look(); }) {}
 
 IpcTransport::~IpcTransport() {
-  try {
-    const ContextGuard guard(group_->device());
-    const RelaxedCapture relaxed;
+  try_in_context(group_->device(), [this] {
     if (communicator_.failure().has_failed()) abort();
     // A program must not replay graphs of the group later, but replays may be running.
     if (has_captured_) check(driver().ctx_synchronize(), "wait for the GPU");
     running_.end(this);
-  } catch (const Error&) {
-    // The process is ending, and the driver was unloaded before.
-  }
+  });
 }
 
 // A graph's calls stay with the kernels: NCCL's abort would wait for its end. So do integers, and
@@ -110,46 +106,46 @@ void IpcTransport::set_timeout(std::chrono::milliseconds timeout) {
   if (sums_ != nullptr) sums_->set_timeout(timeout);
 }
 
-Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) {
+Traffic IpcTransport::enqueue(const Collective& call, const StreamContext& stream) {
   communicator_.failure().rethrow_if_any();
   const HeaderWords words = compared_words(call, communicator_.world_size());
   follow_peers();
-  running_.wait(this, RunningKernels::kCollective, place);
+  running_.wait(this, RunningKernels::kCollective, stream);
   std::uint64_t number = GroupFrame::kNoNumber;
-  if (place.capture == 0)
+  if (stream.capture == 0)
     watch_.record_call(number = num_launches_++, words);
   else
     group_->words().has_captured = has_captured_ = true;
-  Traffic traffic = launch(call, words, number, place);
+  Traffic traffic = launch(call, words, number, stream);
   if (call.op == OpKind::kAllReduce && call.algorithm == Algorithm::kDirect)
-    traffic = sums_->enqueue(call, place);  // behind the rendezvous
+    traffic = sums_->enqueue(call, stream);  // behind the rendezvous
   ++num_calls_;
-  last_end_ = events_.record(place.stream);
-  running_.remember(this, RunningKernels::kCollective, last_end_, place);
+  last_end_ = events_.record(stream.handle);
+  running_.remember(this, RunningKernels::kCollective, last_end_, stream);
   watch_.record_launch();
   return traffic;
 }
 
 Traffic IpcTransport::launch(const Collective& call, const HeaderWords& words, std::uint64_t number,
-                             const StreamPlace& place) {
+                             const StreamContext& stream) {
   PlannedCall& planned = plan_call(call, words);
   planned.call.launch = number;
   Traffic traffic = planned.plan.traffic;
   const auto launching = running_.launching();
   if (planned.plan.kind == LaunchKind::kPackets) {
-    kernels_.launch(planned.plan.kernel, planned.plan.num_blocks, planned.call, place.stream);
+    kernels_.launch(planned.plan.kernel, planned.plan.num_blocks, planned.call, stream.handle);
   } else if (planned.plan.kind == LaunchKind::kShards) {
-    launch_shards(call, planned.call, place.stream, traffic);
+    launch_shards(call, planned.call, stream.handle, traffic);
   } else {
     InPlaceLaunch in_place(call, planned.plan, planned.call);
     std::optional<RelaxedCapture> relaxed;  // the driver is asked about buffers
-    if (place.capture != 0) relaxed.emplace();
+    if (stream.capture != 0) relaxed.emplace();
     allocations_.find_places(num_calls_, in_place.buffers());
     traffic.copied_bytes = in_place.staged_bytes();
     if (planned.plan.kind == LaunchKind::kInPlace)
       ++(traffic.copied_bytes > 0 ? traffic.num_staged : traffic.num_in_place);
     in_place.run([&](std::string_view kernel, unsigned num_blocks, KernelCall& kernel_call) {
-      kernels_.launch(kernel, num_blocks, kernel_call, place.stream);
+      kernels_.launch(kernel, num_blocks, kernel_call, stream.handle);
     });
   }
   return traffic;
@@ -187,11 +183,11 @@ void IpcTransport::launch_messages(std::vector<P2pMessage>& messages, P2pCall& c
   for (std::size_t i = 0; i < messages.size(); ++i) messages[i].place = buffers[i].place;
   const StagingLayout& layout = call.staging.layout;
   for (std::vector<P2pMessage> left = messages; take_launch(left, call);) {
-    const unsigned num_blocks = std::min((call.num_lanes + 1) / 2, layout.num_blocks);
+    const unsigned num_blocks = std::min((call.num_channels + 1) / 2, layout.num_blocks);
     kernels_.launch("ringcomm_open_messages", num_blocks, call, stream);
     if (!call.has_long) continue;
     std::uint64_t longest = 0;
-    for (unsigned m = 0; m < call.first_of_lane[call.num_lanes]; ++m)
+    for (unsigned m = 0; m < call.first_of_channel[call.num_channels]; ++m)
       if (!call.messages[m].is_send) longest = std::max(longest, call.messages[m].num_bytes);
     if (longest > 0)
       kernels_.launch("ringcomm_copy_messages",
@@ -217,7 +213,7 @@ void IpcTransport::launch_shards(const Collective& call, const KernelCall& kerne
   for (const P2pMessage& shard : shards) add_message(shard, messages, traffic);
 }
 
-void IpcTransport::exchange(std::vector<P2pMessage> messages, const StreamPlace& place) {
+void IpcTransport::exchange(std::vector<P2pMessage> messages, const StreamContext& stream) {
   if (messages.empty()) return;
   communicator_.failure().rethrow_if_any();
   follow_peers();
@@ -225,12 +221,12 @@ void IpcTransport::exchange(std::vector<P2pMessage> messages, const StreamPlace&
   static_cast<GroupFrame&>(call) = frame();
   std::set<int> peers;
   for (const P2pMessage& message : messages) peers.insert(message.peer);
-  if (place.capture != 0) group_->words().has_captured = has_captured_ = true;
-  for (const int peer : peers) running_.wait(this, peer, place);
+  if (stream.capture != 0) group_->words().has_captured = has_captured_ = true;
+  for (const int peer : peers) running_.wait(this, peer, stream);
   const auto launching = running_.launching();
-  launch_messages(messages, call, place.stream);
-  last_end_ = events_.record(place.stream);
-  for (const int peer : peers) running_.remember(this, peer, last_end_, place);
+  launch_messages(messages, call, stream.handle);
+  last_end_ = events_.record(stream.handle);
+  for (const int peer : peers) running_.remember(this, peer, last_end_, stream);
   for (const P2pMessage& message : messages) {
     Traffic traffic{.sent_bytes = message.is_send ? message.num_bytes : 0};
     add_message(message, call, traffic);

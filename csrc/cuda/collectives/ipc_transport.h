@@ -43,9 +43,9 @@ class IpcTransport final : public DeviceTransport {
   void plan(Collective& call, bool is_captured) const override;
   void check_messages(const std::vector<P2pMessage>& messages) const override;
   void set_timeout(std::chrono::milliseconds timeout) override;
-  Traffic enqueue(const Collective& call, const StreamPlace& place) override;
+  Traffic enqueue(const Collective& call, const StreamContext& stream) override;
   /// Of messages that check_messages() takes.
-  void exchange(std::vector<P2pMessage> messages, const StreamPlace& place) override;
+  void exchange(std::vector<P2pMessage> messages, const StreamContext& stream) override;
   std::shared_ptr<const Event> last_end() const override { return last_end_; }
   int ranks_per_device() const override { return group_->facts().max_ranks_per_device; }
   std::vector<Outcome> take_outcomes() override {
@@ -60,8 +60,8 @@ class IpcTransport final : public DeviceTransport {
     watch_.end_waits();
     if (sums_ != nullptr) sums_->abort();
   }
-  bool may_have_given_up() const noexcept override {
-    return (sums_ != nullptr && sums_->may_have_given_up()) ||
+  bool may_be_aborted() const noexcept override {
+    return (sums_ != nullptr && sums_->may_be_aborted()) ||
            __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0 ||
            communicator_.group_state()->is_aborted(/*asks=*/false);
   }
@@ -72,7 +72,7 @@ class IpcTransport final : public DeviceTransport {
   /// Valid until the next call of this function.
   PlannedCall& plan_call(const Collective& call, const HeaderWords& words);
   Traffic launch(const Collective& call, const HeaderWords& words, std::uint64_t number,
-                 const StreamPlace& place);
+                 const StreamContext& stream);
   void follow_peers();
   void launch_shards(const Collective& call, const KernelCall& kernel_call, StreamHandle stream,
                      Traffic& traffic);

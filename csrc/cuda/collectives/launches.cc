@@ -103,21 +103,21 @@ void InPlaceLaunch::run(const Launch& launch) {
 
 bool take_launch(std::vector<P2pMessage>& messages, P2pCall& call) {
   if (messages.empty()) return false;
-  const auto lane_of = [](const P2pMessage& message) {  // to one rank, or from one
+  const auto channel_of = [](const P2pMessage& message) {  // to one rank, or from one
     return 2 * message.peer + (message.is_send ? 0 : 1);
   };
-  std::ranges::stable_sort(messages, {}, lane_of);
+  std::ranges::stable_sort(messages, {}, channel_of);
   std::vector<P2pMessage> later;
   std::uint8_t num = 0;
-  call.num_lanes = 0;
+  call.num_channels = 0;
   call.has_long = false;
-  int lane = -1;
-  unsigned num_long = 0;  // of the lane
+  int channel = -1;
+  unsigned num_long = 0;  // of the channel
   for (const P2pMessage& message : messages) {
-    if (lane_of(message) != lane) {
-      lane = lane_of(message);
+    if (channel_of(message) != channel) {
+      channel = channel_of(message);
       num_long = 0;
-      call.first_of_lane[call.num_lanes++] = num;
+      call.first_of_channel[call.num_channels++] = num;
     }
     num_long += call.is_long(message) ? 1 : 0;
     if (num_long > LinkWords::kMostLong) {
@@ -127,7 +127,7 @@ bool take_launch(std::vector<P2pMessage>& messages, P2pCall& call) {
     call.has_long = call.has_long || num_long > 0;
     call.messages[num++] = message;
   }
-  call.first_of_lane[call.num_lanes] = num;
+  call.first_of_channel[call.num_channels] = num;
   messages = std::move(later);
   return true;
 }

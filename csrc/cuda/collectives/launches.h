@@ -66,7 +66,8 @@ class InPlaceLaunch {
 };
 
 /// Takes the messages of one launch out of at most P2pCall::kMaxMessages; sets the call's messages
-/// and lanes: those of a lane up to the eighth that is longer than a slot. False if none are left.
+/// and channels: those of a channel up to the eighth that is longer than a slot. False if none are
+/// left.
 bool take_launch(std::vector<P2pMessage>& messages, P2pCall& call);
 /// This rank's messages in a call of LaunchKind::kShards.
 std::vector<P2pMessage> shards_of(const Collective& call, const KernelCall& kernel_call);

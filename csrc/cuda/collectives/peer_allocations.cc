@@ -328,15 +328,11 @@ void PeerAllocations::look() noexcept {
   end_offers();
   const bool looks_at_own = num_idle_ == kIdleLooks && !own_.empty();
   if (!looks_at_own && num_announced == num_seen_) return;
-  try {
-    const ContextGuard guard(group_.device());
-    const RelaxedCapture relaxed;
+  try_in_context(group_.device(), [&] {
     for (std::size_t i = 0; looks_at_own && i < std::min(kRowsPerLook, own_.size()); ++i)
       retire_if_freed(next_row_++ % own_.size());
     if (!has_retired() || running_.if_over([this] { unmap_retired(); })) num_seen_ = num_announced;
-  } catch (const Error&) {
-    // The next call meets it, or the process is ending and the driver was unloaded before.
-  }
+  });
 }
 
 bool PeerAllocations::release(std::chrono::milliseconds patience) {

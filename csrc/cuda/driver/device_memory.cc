@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "core/chunk_layout.h"
-#include "core/errors.h"
 
 namespace ringcomm::cuda {
 namespace {
@@ -18,17 +17,6 @@ MemAllocationProp prop_of(DeviceOrdinal device) {
   prop.requested_handle_types = kHandlePosixFd;
   prop.location = {.type = kLocationDevice, .id = device};
   return prop;
-}
-
-template <class Free>
-void free_in_context(DeviceOrdinal device, const Free& free) {
-  try {
-    const ContextGuard guard(device);
-    const RelaxedCapture relaxed;
-    free();
-  } catch (const Error&) {
-    // The process is ending and the driver was unloaded before, which frees the memory.
-  }
 }
 
 std::size_t rounded_up(DeviceOrdinal device, std::size_t num_bytes) {
@@ -150,7 +138,7 @@ void DeviceMemory::map(std::size_t offset) {
 }
 
 DeviceMemory::~DeviceMemory() {
-  free_in_context(device_, [this] { release(); });
+  try_in_context(device_, [this] { release(); });
 }
 
 void DeviceMemory::release() noexcept {
@@ -173,7 +161,7 @@ MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) 
 }
 
 MappedHostMemory::~MappedHostMemory() {
-  free_in_context(ordinal_, [this] { driver().mem_free_host(host_); });
+  try_in_context(ordinal_, [this] { driver().mem_free_host(host_); });
 }
 
 std::shared_ptr<PeerMappings::Mapping> PeerMappings::map(

@@ -57,8 +57,7 @@ class DeviceMemory {
                AddressRange range = nullptr, std::size_t offset = 0);
   DeviceMemory(DeviceOrdinal device, const IpcMemHandle& handle);
   ~DeviceMemory();
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(DeviceMemory&&) = delete;
 
   std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
   std::size_t num_bytes() const { return num_bytes_; }
@@ -83,8 +82,7 @@ class MappedHostMemory {
   /// Zeroed; throws Error.
   MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes);
   ~MappedHostMemory();
-  MappedHostMemory(const MappedHostMemory&) = delete;
-  MappedHostMemory& operator=(const MappedHostMemory&) = delete;
+  MappedHostMemory& operator=(MappedHostMemory&&) = delete;
 
   void* host() const { return host_; }
   void* device() const { return device_; }

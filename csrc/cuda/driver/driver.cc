@@ -9,8 +9,6 @@
 #include <iterator>
 #include <string>
 
-#include "core/errors.h"
-
 namespace ringcomm::cuda {
 namespace {
 

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/errors.h"
 #include "cuda/driver/driver_api.h"
 
 /// RINGCOMM_EMBED puts what nvcc made of NAME.cu into the source file, outside of namespaces;
@@ -39,8 +40,7 @@ class ContextGuard {
  public:
   explicit ContextGuard(DeviceOrdinal device);
   ~ContextGuard();
-  ContextGuard(const ContextGuard&) = delete;
-  ContextGuard& operator=(const ContextGuard&) = delete;
+  ContextGuard& operator=(ContextGuard&&) = delete;
 
  private:
   Context previous_ = nullptr;
@@ -53,12 +53,23 @@ class RelaxedCapture {
  public:
   RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
   ~RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(RelaxedCapture&&) = delete;
 
  private:
   int mode_ = kCaptureRelaxed;
 };
+
+/// Calls `body` with a device's context, in a relaxed capture mode. What throws Error is left out:
+/// the process is ending and the driver was unloaded before, or else the next call throws it.
+template <class Body>
+void try_in_context(DeviceOrdinal device, const Body& body) noexcept {
+  try {
+    const ContextGuard guard(device);
+    const RelaxedCapture relaxed;
+    body();
+  } catch (const Error&) {
+  }
+}
 
 /// A base of T, of which there is one object for each device.
 template <class T>

@@ -11,20 +11,20 @@
 
 namespace ringcomm::cuda {
 
-/// How far a lane of messages has come.
-struct LaneState {
+/// How far a channel of messages has come.
+struct ChannelState {
   std::uint64_t done_bytes;  ///< of its message
   std::uint32_t message;
   std::uint32_t num_long;  ///< of the messages before
   std::uint32_t can_go_on;
 };
 
-/// What the threads of a block share besides: the buffers of a reduction, or the state of lanes.
+/// What the threads of a block share besides: the buffers of a reduction, or the state of channels.
 struct Tables {
   const std::byte* sources[kMaxRanks];
   std::byte* outputs[kMaxRanks];
   int num_outputs;
-  LaneState lanes[2 * kMaxRanks];
+  ChannelState channels[2 * kMaxRanks];
 };
 
 /// A block of threads that runs collectives: the Arch of core, and this. Kernels run on GPUs

@@ -85,10 +85,10 @@ struct P2pMessage {
 };
 static_assert(sizeof(P2pMessage) == 32);
 
-/// Messages by lane: those to one rank, or from one, in order. They wait for no other lane's.
+/// Messages by channel: those to one rank, or from one, in order. They wait for no other channel's.
 struct P2pCall : GroupFrame {
   static constexpr int kMaxMessages = 96;
-  static constexpr int kMaxLanes = 2 * kMaxRanks;
+  static constexpr int kMaxChannels = 2 * kMaxRanks;
 
   LinkUse use = LinkUse::kMessages;
   /// Whether some message is longer than a slot: it may be read where it is, by the kernels after
@@ -96,8 +96,8 @@ struct P2pCall : GroupFrame {
   bool has_long = false;
   /// Whether the buffers of what is sent and of what is received are the same. Lanes alternate.
   bool is_in_place = false;
-  std::uint32_t num_lanes = 0;
-  std::uint8_t first_of_lane[kMaxLanes + 1] = {};  ///< and where the last lane ends
+  std::uint32_t num_channels = 0;
+  std::uint8_t first_of_channel[kMaxChannels + 1] = {};  ///< and where the last channel ends
   P2pMessage messages[kMaxMessages] = {};
 
   /// Bytes of a message that go in a slot.

@@ -173,10 +173,10 @@ RINGCOMM_HD void copy_out(B& block, const KernelCall& call) {
 template <Block B>
 RINGCOMM_HD void copy_messages(B& block, const P2pCall& call) {
   RINGCOMM_ROLLED
-  for (unsigned lane = 0; lane < call.num_lanes; ++lane) {
+  for (unsigned channel = 0; channel < call.num_channels; ++channel) {
     unsigned num_long = 0;
     RINGCOMM_ROLLED
-    for (unsigned m = call.first_of_lane[lane]; m < call.first_of_lane[lane + 1]; ++m) {
+    for (unsigned m = call.first_of_channel[channel]; m < call.first_of_channel[channel + 1]; ++m) {
       const P2pMessage& message = call.messages[m];
       if (message.is_send || !call.is_long(message)) continue;
       const std::byte* const from =

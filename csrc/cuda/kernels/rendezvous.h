@@ -6,8 +6,8 @@
 #include "cuda/kernels/block.h"
 #include "cuda/kernels/call.h"
 
-// Where the ranks of a call meet: one block of each publishes what its rank has for the others, and
-// waits for theirs. The kernels between two rendezvous wait for nobody.
+// A rendezvous of the ranks of a call: one block of each publishes what its rank has for the
+// others, and waits for theirs. The kernels between two rendezvous wait for nobody.
 
 namespace ringcomm::cuda {
 
@@ -86,7 +86,7 @@ RINGCOMM_HD WaitStatus compare(B& block, const KernelCall& call) {
 
 /// Publishes this rank's notice and reads the others'.
 template <Block B>
-RINGCOMM_HD WaitStatus meet(B& block, const KernelCall& call, Board<B, Meeting>& board) {
+RINGCOMM_HD WaitStatus rendezvous(B& block, const KernelCall& call, Board<B, Meeting>& board) {
   // All threads agree: a failed call beside this one may write the phase.
   const auto failed = board.phase() == Staging::kFailed ? WaitStatus::kAborted : WaitStatus::kNone;
   if (const WaitStatus stop = block.agree(failed); stop != WaitStatus::kNone) return stop;
@@ -142,7 +142,7 @@ RINGCOMM_HD void open_call(B& block, const KernelCall& call) {
   if (block.thread_idx() == 0) call.staging.table(call.rank).is_open = 0;
   Board<B, Meeting> board(block, Meeting(call.staging), call.rank);
   if (!is_free) tell_alone(block, call, kOverlap, call.rank, NoWords());
-  const WaitStatus stop = meet(block, call, board);
+  const WaitStatus stop = rendezvous(block, call, board);
   finish_call(block, call, stop);
   if (stop != WaitStatus::kNone) end_claim(block, busy);
 }

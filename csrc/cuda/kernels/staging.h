@@ -105,7 +105,7 @@ struct alignas(16) Letter {
 
 /// What a rank keeps of its two links with a peer, behind their cursors.
 struct alignas(kLineBytes) LinkWords {
-  /// Messages of a lane, in one launch, that may be read where they are.
+  /// Messages of a channel, in one launch, that may be read where they are.
   static constexpr std::uint32_t kMostLong = 8;
   const std::byte* sources[kMostLong];  ///< of those that are received; null: by slots
   Cursor read;                          ///< of those that were announced: the peer has read so many

@@ -191,7 +191,7 @@ std::uint64_t all_reduce_zero_copy(ShmContext& context, const Collective& call) 
     return outputs[static_cast<std::size_t>((rank + distance) % world_size)];
   };
   const ReduceOp& op = reduce_op_of(call);
-  const std::size_t num_threads = context.workers().num_threads();
+  const std::size_t num_threads = context.thread_pool().num_threads();
   const std::size_t block_elems = (num_threads == 1 ? 1 : 4 * num_threads) * kBlockBytes / bytes;
   for (std::size_t i = 0; i < num_slices(own.num_elems, block_elems); ++i) {
     // A failed peer may have returned to its caller, which may reuse the buffer.
@@ -199,7 +199,7 @@ std::uint64_t all_reduce_zero_copy(ShmContext& context, const Collective& call) 
     const ElemRange block = slice_of({0, own.num_elems}, i, block_elems);
     for (std::size_t peer = 0; peer < inputs.size(); ++peer)
       context.sources()[peer] = at(inputs[peer], block.begin_elems, bytes);
-    context.workers().split_sources(
+    context.thread_pool().split_sources(
         context.sources(), block.num_elems, bytes,
         [&](const void* const* sources, const ElemRange& part) {
           const std::size_t offset_bytes = (block.begin_elems + part.begin_elems) * bytes;

@@ -149,8 +149,8 @@ class Alltoallv {
     throw Mismatched{
         .peer = peer,
         .theirs = header_of(peer),
-        .difference = size_difference(group.whole_rank(from), given(from, to) * element_bytes_,
-                                      group.whole_rank(to), expected(from, to) * element_bytes_)};
+        .difference = size_difference(group.group_rank(from), given(from, to) * element_bytes_,
+                                      group.group_rank(to), expected(from, to) * element_bytes_)};
   }
 
   // ---- pieces

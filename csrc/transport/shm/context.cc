@@ -112,7 +112,7 @@ Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
   const bool is_chosen = call.op == OpKind::kAllReduce && !call.is_requested;
   context_.staging().begin(call.op, num_bytes, is_chosen ? element_bytes(call.dtype) : 0);
   const int num_buffers = has_shards(call.op) ? group_.world_size() : 1;
-  context_.workers().begin(num_bytes * static_cast<std::size_t>(num_buffers));
+  context_.thread_pool().begin(num_bytes * static_cast<std::size_t>(num_buffers));
   context_.take_copied_bytes();  // of a call that failed
   const Entry& entry = entry_of(call);
   const BufferHandle mine = entry.run_zero_copy != nullptr ? handle_of(call) : BufferHandle{};
@@ -129,7 +129,7 @@ Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
     }
     if (is_staged) context_.staging().end();
     group_.record_end();
-    context_.workers().end();
+    context_.thread_pool().end();
     traffic.copied_bytes = context_.take_copied_bytes();
     return traffic;
   } catch (const Mismatched& mismatched) {
@@ -195,13 +195,13 @@ ShmContext::ShmContext(host::Group& group, host::GroupWait& guard,
                        const CommunicatorOptions& options)
     : group_(group),
       guard_(guard),
-      arch_(guard, group.rank(), &workers_),
+      arch_(guard, group.rank(), &thread_pool_),
       board_(arch_, group.board(), group.rank()),
       staging_(group.rank() == 0,
                options.one_shot_max_bytes == 0 && host::CoreShare::most_ranks_per_core() <= 1,
                options.one_shot_max_bytes > 0 ? options.one_shot_max_bytes
                                               : one_shot_max_bytes(group.world_size())),
-      workers_(options.max_threads),
+      thread_pool_(options.max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
       handles_(static_cast<std::size_t>(group.world_size())),
       memories_(static_cast<std::size_t>(group.world_size())) {}
@@ -301,11 +301,11 @@ std::byte* ShmContext::find_shared(int rank, const host::ArenaLocation& location
     try {
       if (std::byte* data = memory->find(place, num_bytes, kFetchSlice)) return data;
     } catch (const host::Refused& refused) {
-      const int whole_rank = group_.whole_rank(rank);
+      const int group_rank = group_.group_rank(rank);
       throw Error(
-          {.kind = ErrorKind::kSystem, .rank = whole_rank, .pid = refused.info().pid},
+          {.kind = ErrorKind::kSystem, .rank = group_rank, .pid = refused.info().pid},
           "ringcomm: " +
-              name_of_process(whole_rank, group_.global_rank_of(rank), group_.process_of(rank)) +
+              name_of_process(group_rank, group_.global_rank_of(rank), group_.process_of(rank)) +
               " " + refused.why);
     }
     check(arch_.stopped(rank));  // its process has stopped or ended
@@ -327,7 +327,7 @@ void ShmContext::copy_result(void* to, const void* from, std::size_t num_bytes,
 void ShmContext::copy(void* to, const void* from, std::size_t num_bytes, StoreKind kind) {
   if (num_bytes == 0) return;
   copied_bytes_ += num_bytes;
-  if (!workers_.may_split())
+  if (!thread_pool_.may_split())
     cpu::copy_bytes(to, from, num_bytes, kind);
   else
     copies_.push_back(
@@ -338,7 +338,7 @@ void ShmContext::finish_copies() {
   if (copies_.empty()) return;
   std::size_t num_bytes = 0;
   for (const Copy& copy : copies_) num_bytes += copy.num_bytes;
-  workers_.split(num_bytes, 1, [&](std::size_t begin, std::size_t end) {
+  thread_pool_.split(num_bytes, 1, [&](std::size_t begin, std::size_t end) {
     std::size_t first = 0;  // of the copy, among the bytes of all
     for (const Copy& copy : copies_) {
       const std::size_t from = std::max(begin, first);
@@ -358,7 +358,7 @@ void ShmContext::reduce(const Collective& call, std::span<const void* const> sou
   const std::size_t bytes = op.element_bytes;
   const std::size_t also_bytes = update != nullptr ? update->param_bytes() : bytes;
   const auto num_sources = static_cast<int>(sources.size());
-  workers_.split_sources(
+  thread_pool_.split_sources(
       sources, elems.num_elems, bytes, [&](const void* const* moved, const ElemRange& part) {
         auto* also = also_to != nullptr ? at(also_to, part.begin_elems, also_bytes) : nullptr;
         if (update != nullptr)

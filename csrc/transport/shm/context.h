@@ -16,7 +16,7 @@
 #include "host/host_arch.h"
 #include "host/rendezvous.h"
 #include "host/shared_arena.h"
-#include "host/workers.h"
+#include "host/thread_pool.h"
 #include "transport/shm/staging_chooser.h"
 #include "transport/transport.h"
 
@@ -104,7 +104,7 @@ class ShmContext {
                          std::size_t num_bytes);
   void rejoin() { check(board_.rejoin()); }
 
-  host::Workers& workers() { return workers_; }
+  host::ThreadPool& thread_pool() { return thread_pool_; }
   /// Stages `num_bytes` for peers with the kind of stores that fits this machine now. Where several
   /// threads copy, it may run until finish_copies() or publish().
   void stage(void* to, const void* from, std::size_t num_bytes);
@@ -174,7 +174,7 @@ class ShmContext {
   Arch arch_;
   Board<Arch> board_;
   StagingChooser staging_;
-  host::Workers workers_;
+  host::ThreadPool thread_pool_;
   std::vector<Copy> copies_;
   std::uint64_t copied_bytes_ = 0;
   const CallHeader* header_ = nullptr;

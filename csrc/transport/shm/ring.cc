@@ -123,7 +123,7 @@ class Ring {
     context_.step() = {step + 1, 2 * num_steps_, part.slice_idx + 1, num_slices_};
     return recorder::Span([&] {
       const auto rank_at = [&](bool is_there, int rank) {
-        return is_there ? recorder::rank16(context_.group().whole_rank(rank)) : recorder::kNobody;
+        return is_there ? recorder::rank16(context_.group().group_rank(rank)) : recorder::kNobody;
       };
       const bool is_gather = step >= num_steps_;
       return recorder::Event{.num_bytes = is_gather ? part.output_bytes : part.input_bytes,

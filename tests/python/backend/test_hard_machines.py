@@ -1,7 +1,7 @@
 """Machines that have or allow little: ranks work there, or each says in one line what is missing.
 
 docs/how-to/containers.md has the table. A call without threads or pages, in the engine alone:
-tests/cpp/test_workers.cc, test_shm_memory.cc.
+tests/cpp/test_thread_pool.cc, test_shm_memory.cc.
 """
 
 from __future__ import annotations

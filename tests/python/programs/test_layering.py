@@ -20,7 +20,7 @@ SHARED_WITH_KERNELS = {"core/annotations.h", "cuda/driver/driver.h"}
 # A transport's folder in csrc/transport, and whose it may include besides.
 TRANSPORTS = {"shm": {"shm"}, "messages": {"messages", "shm"}}
 KNOW_TORCH = re.compile(
-    r"csrc/(cuda/)?bindings/|csrc/cuda/messages/|kernels/(\w+/)?(torch_\w+\.(h|cc)"
+    r"csrc/(cuda/)?bindings/|kernels/(\w+/)?(torch_\w+\.(h|cc)"
     r"|cuda_cross_entropy\.(h|cc)|cuda_device\.h)$"
 )
 OF_TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/|(Python|structmember)\.h$")

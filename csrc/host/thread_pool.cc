@@ -1,4 +1,4 @@
-#include "host/workers.h"
+#include "host/thread_pool.h"
 
 #include <sched.h>
 
@@ -170,9 +170,10 @@ bool may_use_team() { return has_own_threads && process_generation() == 0; }
 
 void leave_thread_team() { is_alone = true; }
 
-Workers::Workers(int max_threads) : num_allowed_(count_allowed()), max_threads_(max_threads) {}
+ThreadPool::ThreadPool(int max_threads)
+    : num_allowed_(count_allowed()), max_threads_(max_threads) {}
 
-void Workers::begin(std::size_t num_bytes) {
+void ThreadPool::begin(std::size_t num_bytes) {
   may_split_ = false;
   num_threads_ = 1;
   taken_ticks_ = moved_bytes_ = 0;
@@ -192,7 +193,7 @@ void Workers::begin(std::size_t num_bytes) {
     --num_alone_left_;
 }
 
-void Workers::end() {
+void ThreadPool::end() {
   if (moved_bytes_ == 0 || max_threads_ > 0) return;
   const double rate = static_cast<double>(taken_ticks_) / static_cast<double>(moved_bytes_);
   double& alone = alone_ticks_per_byte_;

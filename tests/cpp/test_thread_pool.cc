@@ -23,7 +23,7 @@
 #include "core/errors.h"
 #include "host/host_arch.h"
 #include "host/process.h"
-#include "host/workers.h"
+#include "host/thread_pool.h"
 #include "memory_messages.h"
 #include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
@@ -60,7 +60,7 @@ class TeamOfThree {
   host::ThreadTeam before_ = host::thread_team();
 };
 
-TEST_CASE("workers: every collective on three threads of each rank") {
+TEST_CASE("thread pool: every collective on three threads of each rank") {
   const TeamOfThree team;
   num_runs = 0;
   for (const char* placement : {"aa", "aaa"})
@@ -76,16 +76,16 @@ TEST_CASE("workers: every collective on three threads of each rank") {
   CHECK(num_runs > 0);
 }
 
-TEST_CASE("workers: parts cover all elements once, in whole lines") {
+TEST_CASE("thread pool: parts cover all elements once, in whole lines") {
   const TeamOfThree team;
-  host::Workers workers(3);
-  workers.begin(std::size_t{1} << 20);
+  host::ThreadPool pool(3);
+  pool.begin(std::size_t{1} << 20);
   for (const std::size_t num :
        {std::size_t{0}, std::size_t{1}, std::size_t{262'144}, std::size_t{262'145},
         std::size_t{300'007}, std::size_t{1'000'000}}) {
     std::vector<std::atomic<int>> seen(num);
     std::atomic<int> num_unaligned = 0;
-    workers.split(num, 4, [&](std::size_t begin, std::size_t end) {
+    pool.split(num, 4, [&](std::size_t begin, std::size_t end) {
       if (begin % 64 != 0) ++num_unaligned;
       for (std::size_t i = begin; i < end; ++i) ++seen[i];
     });
@@ -94,14 +94,14 @@ TEST_CASE("workers: parts cover all elements once, in whole lines") {
   }
 }
 
-TEST_CASE("workers: a rank has several threads where each has a core, in large calls only") {
+TEST_CASE("thread pool: a rank has several threads where each has a core, in large calls only") {
   const TeamOfThree team;
   constexpr std::size_t kLarge = std::size_t{1} << 20, kSmall = 255 << 10;
   const auto may_split = [&](int num_cores, int max_threads, std::size_t num_bytes) {
     const host::CoreShare share(num_cores);
-    host::Workers workers(max_threads);
-    workers.begin(num_bytes);
-    return workers.may_split();
+    host::ThreadPool pool(max_threads);
+    pool.begin(num_bytes);
+    return pool.may_split();
   };
   CHECK(!may_split(2, 0, kLarge));
   CHECK(may_split(3, 0, kLarge));
@@ -121,13 +121,13 @@ TEST_CASE("workers: a rank has several threads where each has a core, in large c
 
 // libgomp waits in a forked process for the threads of its parent,
 // https://github.com/OpenMathLib/OpenBLAS/issues/294.
-TEST_CASE("workers: a forked process works alone") {
+TEST_CASE("thread pool: a forked process works alone") {
   const TeamOfThree team;
   const auto has_team = [] {
     const host::CoreShare share(3);
-    host::Workers workers(0);
-    workers.begin(std::size_t{1} << 20);
-    return workers.may_split() ? 1 : 0;
+    host::ThreadPool pool(0);
+    pool.begin(std::size_t{1} << 20);
+    return pool.may_split() ? 1 : 0;
   };
   CHECK(has_team() == 1);
   CHECK(status_of_child(has_team) == 0);
@@ -135,7 +135,7 @@ TEST_CASE("workers: a forked process works alone") {
 
 // A torch with more threads than cores was ended by libgomp,
 // https://github.com/pytorch/pytorch/issues/193859.
-TEST_CASE("workers: a team is begun for the cores of a rank only where threads are pinned") {
+TEST_CASE("thread pool: a team is begun for the cores of a rank only where threads are pinned") {
   const TeamOfThree team;
   const host::Cores all = host::cores_of_thread();
   if (all.count() < 2) {
@@ -157,30 +157,30 @@ TEST_CASE("workers: a team is begun for the cores of a rank only where threads a
 
 // Also if the process was stopped in one of the first calls, which then took long: as of a stalled
 // sample, https://github.com/ahrefs/ocannl/issues/855.
-TEST_CASE("workers: a team that is slower than the caller alone pauses, longer each time") {
+TEST_CASE("thread pool: a team that is slower than the caller alone pauses, longer each time") {
   const TeamOfThree team;
   const host::CoreShare share(3);
   for (int stopped = -1; stopped < 3; ++stopped) {
     CAPTURE(stopped);
-    host::Workers workers(0);
+    host::ThreadPool pool(0);
     int num_alone = 0;
     std::vector<int> pauses;
     for (int call = 0; call < 1000; ++call) {
-      workers.begin(std::size_t{1} << 20);
-      const bool is_team = workers.num_threads() > 1;
+      pool.begin(std::size_t{1} << 20);
+      const bool is_team = pool.num_threads() > 1;
       num_alone += is_team ? 0 : 1;
       if (is_team) pauses.push_back(std::exchange(num_alone, 0));
-      workers.split(1 << 20, 1, [&](std::size_t, std::size_t) {
+      pool.split(1 << 20, 1, [&](std::size_t, std::size_t) {
         const int ms = is_team ? 5 : call == stopped ? 50 : 0;
         if (ms > 0) std::this_thread::sleep_for(std::chrono::milliseconds(ms));
       });
-      workers.end();
+      pool.end();
     }
     CHECK(pauses == std::vector<int>{3, 6, 12, 24, 48, 96, 192, 384});
   }
 }
 
-TEST_CASE("workers: each core, and the quota, is shared equally by the ranks that may use it") {
+TEST_CASE("thread pool: each core, and the quota, is shared equally by the ranks that may use it") {
   using host::cores_per_rank;
   CHECK(cores_per_rank({"0-7", "8-15"}) == 8);   // pinned
   CHECK(cores_per_rank({"0-15", "0-15"}) == 8);  // shared
@@ -212,7 +212,7 @@ TEST_CASE("workers: each core, and the quota, is shared equally by the ranks tha
 
 // The kernel of a machine with more than 1,024 cores refuses a cpu_set_t,
 // https://github.com/tensorflow/tensorflow/issues/49833.
-TEST_CASE("workers: cores are known on a machine with more than cpu_set_t has room for") {
+TEST_CASE("thread pool: cores are known on a machine with more than cpu_set_t has room for") {
   const std::string expected = host::usable_cores();
   CHECK(!expected.empty());
   const int status = status_of_child([&] {
@@ -225,7 +225,7 @@ TEST_CASE("workers: cores are known on a machine with more than cpu_set_t has ro
 }
 
 // The numbers of nodes may have gaps, https://github.com/open-mpi/hwloc/issues/430.
-TEST_CASE("workers: a thread that moves stays on its NUMA node") {
+TEST_CASE("thread pool: a thread that moves stays on its NUMA node") {
   namespace fs = std::filesystem;
   const fs::path nodes = fs::temp_directory_path() / ("ringcomm-nodes-" + host::random_text());
   for (const auto& [name, cores] : {std::pair{"node0", "0-3,8-11\n"},
@@ -255,7 +255,8 @@ TEST_CASE("workers: a thread that moves stays on its NUMA node") {
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // they have a malloc, too
 thread_local int num_allocations = 0;
 
-TEST_CASE("workers: a thread that leaves its waker's core reads no text and allocates nothing") {
+TEST_CASE(
+    "thread pool: a thread that leaves its waker's core reads no text and allocates nothing") {
   NoStop source;
   const host::HostArch arch(source, 0);
   std::uint32_t core = 0;

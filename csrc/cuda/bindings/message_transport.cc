@@ -1,5 +1,3 @@
-#include "cuda/messages/transport.h"
-
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -16,6 +14,7 @@
 #include "bindings/python_errors.h"
 #include "collectives/fused_update.h"
 #include "core/arch.h"
+#include "cuda/bindings/device_transports.h"
 #include "cuda/collectives/launches.h"
 #include "host/group_state.h"
 #include "host/threads.h"
@@ -131,17 +130,18 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
       error_of([&] { backend_->setTimeout(timeout + kBackendGrace); });  // some have none
   }
 
-  Traffic enqueue(const Collective& call, const cuda::StreamPlace& place) override {
+  Traffic enqueue(const Collective& call, const cuda::StreamContext& stream) override {
     const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd
-    watch(call, place.capture != 0);
+    watch(call, stream.capture != 0);
     const std::uint64_t sent_bytes = world_size_ > 1 ? collective(call) : run_alone(call);
     staging_.clear();
     return {.sent_bytes = sent_bytes, .algorithm = call.algorithm};
   }
 
-  void exchange(std::vector<cuda::P2pMessage> messages, const cuda::StreamPlace& place) override {
+  void exchange(std::vector<cuda::P2pMessage> messages,
+                const cuda::StreamContext& stream) override {
     const at::AutoDispatchBelowADInplaceOrView unseen;
-    watch(std::nullopt, place.capture != 0);
+    watch(std::nullopt, stream.capture != 0);
     pass(messages);
   }
 
@@ -155,7 +155,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   std::vector<Outcome> take_outcomes() override { return std::exchange(outcomes_, {}); }
 
   // A rank reports that it fails before it aborts: its streams may still send incomplete data.
-  bool may_have_given_up() const noexcept override {
+  bool may_be_aborted() const noexcept override {
     GroupState* const members = communicator_.group_state();
     return is_aborted_ || (members != nullptr && members->is_aborted(/*asks=*/false));
   }
@@ -166,8 +166,6 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   }
 
  private:
-  using Work = c10::intrusive_ptr<c10d::Work>;
-
   c10d::Backend& backend() const {
     if (is_aborted_)
       throw Error({.kind = ErrorKind::kAborted, .rank = rank_},
@@ -175,37 +173,33 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     return *backend_;
   }
 
-  at::Tensor array(const void* data, std::size_t num_elems, at::ScalarType type) const {
+  at::Tensor array(const void* data, std::size_t num_elems, at::ScalarType type = at::kByte) const {
     return at::for_blob(const_cast<void*>(data), {static_cast<std::int64_t>(num_elems)})
         .options(at::TensorOptions(type).device(device_))
         .target_device(device_)
         .make_tensor();
   }
-  at::Tensor bytes(const void* data, std::size_t num_bytes) const {
-    return array(data, num_bytes, at::kByte);
-  }
-  // Memory of the current stream until the end of the call. After an exception it is kept, because
-  // the backend may still use it.
+  // Of the current stream, until the call ends; kept after an exception: the backend may use it.
   at::Tensor new_array(std::size_t num_elems, at::ScalarType type) {
     return staging_.emplace_back(
         at::empty({static_cast<std::int64_t>(num_elems)}, at::TensorOptions(type).device(device_)));
   }
   void copy(void* to, const void* from, std::size_t num_bytes) const {
     if (num_bytes > 0 && to != from)
-      bytes(to, num_bytes).copy_(bytes(from, num_bytes), /*non_blocking=*/true);
+      array(to, num_bytes).copy_(array(from, num_bytes), /*non_blocking=*/true);
   }
 
   // Messages of which none waits for another. Both ends know of those without bytes.
   void pass(const std::vector<cuda::P2pMessage>& messages) {
     c10d::Backend& used = backend();
     if (std::ranges::all_of(messages, [](const auto& each) { return each.num_bytes == 0; })) return;
-    std::vector<Work> works;
+    std::vector<WorkPtr> works;
     const bool is_coalesced = used.supportsCoalescing();
     if (is_coalesced) used.startCoalescing();
     try {
       for (const cuda::P2pMessage& message : messages) {
         if (message.num_bytes == 0) continue;
-        std::vector<at::Tensor> tensors{bytes(message.data, message.num_bytes)};
+        std::vector<at::Tensor> tensors{array(message.data, message.num_bytes)};
         works.push_back(message.is_send ? used.send(tensors, message.peer, message.tag)
                                         : used.recv(tensors, message.peer, message.tag));
       }
@@ -214,10 +208,10 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
       throw;
     }
     if (is_coalesced) works = {used.endCoalescing()};  // of which the others are parts
-    for (const Work& work : works) wait(work);
+    for (const WorkPtr& work : works) wait(work);
   }
 
-  void wait(const Work& work) {
+  void wait(const WorkPtr& work) {
     if (work == nullptr) return;
     work->wait();
     outcomes_.push_back([work] { return work->exception(); });
@@ -247,7 +241,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
         wait(backend().reduce(tensors, {.reduceOp = reduction_of(call), .rootRank = call.root}));
         return is_root ? 0 : num_bytes;
       case OpKind::kBroadcast:
-        tensors = {bytes(is_root ? call.inputs[0] : call.outputs[0], num_bytes)};
+        tensors = {array(is_root ? call.inputs[0] : call.outputs[0], num_bytes)};
         wait(backend().broadcast(tensors, {.rootRank = call.root}));
         return is_root ? num_others * num_bytes : 0;
       default:  // a barrier
@@ -270,9 +264,9 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   std::uint64_t exchange_shards(const Collective& call) {
     const bool reduces = call.op == OpKind::kReduceScatter;
     const auto tensor_of = [&](const std::optional<CallPart>& part) {
-      if (!part) return bytes(nullptr, 0);
+      if (!part) return array(nullptr, 0);
       return reduces ? array(part->data, part->num_elems, type_of(call))
-                     : bytes(part->data, part->num_elems * element_bytes(call.dtype));
+                     : array(part->data, part->num_elems * element_bytes(call.dtype));
     };
     std::vector<at::Tensor> given, taken;
     std::size_t sent_bytes = 0, moved_bytes = 0;
@@ -304,7 +298,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
                            : backend().allgather(outputs, inputs));
     } else {
       copy(own_taken.mutable_data_ptr(), own_given.const_data_ptr(), own_given.nbytes());
-      own_given = own_taken = bytes(nullptr, 0);
+      own_given = own_taken = array(nullptr, 0);
       wait(backend().alltoall(taken, given));
     }
     return sent_bytes;

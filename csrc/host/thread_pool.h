@@ -91,11 +91,11 @@ void leave_thread_team();
 ///
 /// Threads that sleep, or whose cores run other programs, come late: a team that was slower than
 /// the caller alone pauses (docs/design/collectives.md, "Threads of a rank").
-class Workers {
+class ThreadPool {
  public:
   /// `max_threads` of the team are used, always; 0 means all, while each has a core (CoreShare) and
   /// that is faster.
-  explicit Workers(int max_threads);
+  explicit ThreadPool(int max_threads);
 
   /// Chooses the number of threads for a call in which this rank moves `num_bytes`.
   void begin(std::size_t num_bytes);
