@@ -24,12 +24,12 @@ class SpinBudget {
   /// a rank with a small spin budget would pay a futex round trip (22 us) for every 5 us wait.
   static constexpr std::uint32_t kMaxIdleYields = 200;
   /// Next to a busy process of another program, a yield loses a whole scheduler slice (3-4 ms).
-  /// After such a yield, this many waits go directly from spinning to sleeping.
-  static constexpr std::uint32_t kWaitsWithoutYield = 256;
-  /// After the first one fewer: what took the core may be over.
-  static constexpr std::uint32_t kWaitsAfterFirst = 16;
-  /// A long yield is the first again once this many waits have yielded.
-  static constexpr std::uint32_t kWaitsRemembered = 512;
+  /// After such a yield some waits go directly from spinning to sleeping: so few after the first,
+  /// because what took the core may be over, and twice as many after each further one,
+  static constexpr std::uint32_t kFewestWithoutYield = 4;
+  static constexpr std::uint32_t kMostWithoutYield = 256;
+  /// but half as many whenever this many waits have yielded and lost nothing.
+  static constexpr std::uint32_t kYieldsForgiven = 32;
 
   constexpr SpinBudget() = default;
   /// A budget that does not spin at all, for machines that explore every interleaving.
@@ -50,8 +50,16 @@ class SpinBudget {
   }
   /// Spinning failed. Returns how many yields to try next.
   RINGCOMM_HD constexpr std::uint32_t take_yields() {
-    if (num_waits_remembered_ > 0) --num_waits_remembered_;
-    return is_fixed_ || num_waits_remembered_ >= kWaitsRemembered ? 0 : kMaxYields;
+    if (is_fixed_) return 0;
+    if (num_without_yield_ > 0) {
+      --num_without_yield_;
+      return 0;
+    }
+    if (penalty_ > 0 && ++num_yielded_ == kYieldsForgiven) {
+      num_yielded_ = 0;
+      penalty_ /= 2;
+    }
+    return kMaxYields;
   }
   /// After the yields: whether all found the core idle, and whether the condition came true.
   RINGCOMM_HD constexpr void miss(bool is_idle, bool has_come) {
@@ -62,13 +70,18 @@ class SpinBudget {
   }
   /// Another thread kept the processor for a full scheduler slice during a yield.
   RINGCOMM_HD constexpr void yield_was_long() {
-    const bool is_first = num_waits_remembered_ == 0;
-    num_waits_remembered_ = kWaitsRemembered + (is_first ? kWaitsAfterFirst : kWaitsWithoutYield);
+    penalty_ *= 2;
+    if (penalty_ < kFewestWithoutYield) penalty_ = kFewestWithoutYield;
+    if (penalty_ > kMostWithoutYield) penalty_ = kMostWithoutYield;
+    num_without_yield_ = penalty_;
+    num_yielded_ = 0;
   }
 
  private:
   std::uint32_t num_pauses_ = 2'000;
-  std::uint32_t num_waits_remembered_ = 0;  // until the last long yield is forgotten
+  std::uint32_t penalty_ = 0;            // waits without a yield after the last long one
+  std::uint32_t num_without_yield_ = 0;  // of these still to come
+  std::uint32_t num_yielded_ = 0;        // waits since then that lost nothing
   bool is_fixed_ = false;
 };
 

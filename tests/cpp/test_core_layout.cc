@@ -273,18 +273,22 @@ std::uint32_t waits_without_yield(SpinBudget& budget) {
   return num_waits;
 }
 
-TEST_CASE("after a long yield, waits do not yield for a while, and longer after a second one") {
+TEST_CASE("after a long yield, waits do not yield for a while, and longer after each further one") {
   SpinBudget budget;
   const auto yield_in_waits = [&](std::uint32_t num) {
     for (std::uint32_t i = 0; i < num; ++i) CHECK(budget.take_yields() == SpinBudget::kMaxYields);
   };
   yield_in_waits(1);
-  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsAfterFirst);
-  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsWithoutYield);
-  yield_in_waits(SpinBudget::kWaitsRemembered / 2);
-  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsWithoutYield);
-  yield_in_waits(SpinBudget::kWaitsRemembered);
-  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsAfterFirst);
+  std::uint32_t num = SpinBudget::kFewestWithoutYield;
+  for (; num < SpinBudget::kMostWithoutYield; num *= 2) CHECK(waits_without_yield(budget) == num);
+  for (int i = 0; i < 2; ++i) CHECK(waits_without_yield(budget) == SpinBudget::kMostWithoutYield);
+  // waits_without_yield() has taken one yield already.
+  yield_in_waits(SpinBudget::kYieldsForgiven - 2);
+  CHECK(waits_without_yield(budget) == SpinBudget::kMostWithoutYield);
+  yield_in_waits(2 * SpinBudget::kYieldsForgiven);
+  CHECK(waits_without_yield(budget) == SpinBudget::kMostWithoutYield / 2);
+  yield_in_waits(20 * SpinBudget::kYieldsForgiven);
+  CHECK(waits_without_yield(budget) == SpinBudget::kFewestWithoutYield);
 }
 
 }  // namespace

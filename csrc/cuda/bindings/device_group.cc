@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "bindings/python_errors.h"
+#include "communicator/records.h"
 #include "core/errors.h"
 #include "cuda/bindings/device_transports.h"
 #include "host/group_state.h"
