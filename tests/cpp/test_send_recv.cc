@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <thread>
@@ -27,20 +28,14 @@ using namespace ringcomm::testing;
 using testing::error_of;
 using testing::Message;
 
-// No data; what an envelope holds, one byte more or less; the first slot's room, likewise; the same
-// of the slots after; a full link; more than a link holds.
-constexpr std::size_t kSizes[] = {0,
-                                  1,
-                                  4079,
-                                  4080,
-                                  4081,
-                                  kSendRecvSlotBytes - kSendRecvHeaderBytes - 1,
-                                  kSendRecvSlotBytes - kSendRecvHeaderBytes,
-                                  kSendRecvSlotBytes - kSendRecvHeaderBytes + 1,
-                                  2 * kSendRecvSlotBytes - kSendRecvHeaderBytes,
-                                  kSendRecvLinkBytes,
-                                  kSendRecvLinkBytes + 1,
-                                  5 * kSendRecvLinkBytes + 3};
+// Around what an envelope, the first slot and a link hold; none, two slots, and several links.
+std::vector<std::size_t> sizes() {
+  constexpr std::size_t kFirst = kSendRecvSlotBytes - kSendRecvHeaderBytes;
+  std::vector<std::size_t> all{0, 1, kFirst + kSendRecvSlotBytes, 5 * kSendRecvLinkBytes + 3};
+  for (const std::size_t most : {std::size_t{4080}, kFirst, kSendRecvLinkBytes})
+    all.insert(all.end(), {most - 1, most, most + 1});
+  return all;
+}
 
 // Of two ranks both ways at once, which is more than the links hold.
 TEST_CASE("messages of every size arrive, beside collectives") {
@@ -51,7 +46,7 @@ TEST_CASE("messages of every size arrive, beside collectives") {
           const int rank = communicator.rank(), world_size = communicator.world_size();
           const int next = (rank + 1) % world_size, previous = (rank + world_size - 1) % world_size;
           std::uint64_t turn = 0;
-          for (const std::size_t num_bytes : kSizes) {
+          for (const std::size_t num_bytes : sizes()) {
             const Message received = post_recv(communicator, previous, 5, num_bytes);
             const Message sent =
                 post_send(communicator, next, 5, message(rank, 5, turn, num_bytes));
@@ -216,6 +211,22 @@ TEST_CASE("a receive posted first gets the message, be it for any source or for 
         expect_message(received[turn], 1, 7, turn);
       }
     });
+}
+
+TEST_CASE("a receive from any source between hosts starts one thread, not one for each rank") {
+  const auto num_threads = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
+  };
+  run_placed("abcd", [&](Communicator& communicator) {
+    barrier(communicator);
+    const auto before = num_threads();
+    Message received;
+    if (communicator.rank() == 0) received = post_recv(communicator, -1, 7, 16);
+    if (communicator.rank() == 0) expect(num_threads() <= before + 1, "one more thread at most");
+    barrier(communicator);
+    if (communicator.rank() == 1) send_and_finish(communicator, 0, 7, 0, 16);
+    if (communicator.rank() == 0) finish(communicator, received);
+  });
 }
 
 TEST_CASE("a send that fits the link completes before it is received") {

@@ -81,5 +81,9 @@ RINGCOMM_EXTRA_DRIVER_FUNCTIONS(RINGCOMM_DECLARE)
     if (const ::ringcomm::cuda::Result tried = (expression); tried != ::ringcomm::cuda::kSuccess) \
       return tried;                                                                               \
   } while (false)
+/// Declares what `call` fills in.
+#define RINGCOMM_GET(Type, name, call) \
+  Type name = nullptr;                 \
+  RINGCOMM_TRY(call)
 
 }  // namespace ringcomm::emulator

@@ -96,8 +96,7 @@ bool is_capturing(StreamTag& stream) {
 
 Result api::stream_begin_capture(StreamHandle handle, int mode) {
   if (handle == nullptr) return kCaptureUnsupported;
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(handle, &stream));
   if (mode != kCaptureGlobal && mode != kCaptureRelaxed) return kNotSupported;
   const std::lock_guard lock(capture_mutex());
   if (stream->capture != nullptr) return kCaptureUnsupported;
@@ -109,8 +108,7 @@ Result api::stream_begin_capture(StreamHandle handle, int mode) {
 }
 
 Result api::stream_end_capture(StreamHandle handle, Graph* graph) {
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(handle, &stream));
   *graph = nullptr;
   const std::lock_guard lock(capture_mutex());
   const std::shared_ptr<Capture> capture = stream->capture;
@@ -126,8 +124,7 @@ Result api::stream_end_capture(StreamHandle handle, Graph* graph) {
 Result api::stream_get_capture_info(StreamHandle handle, int* status, unsigned long long* id,
                                     cuda::CapturedGraph*, const cuda::CapturedNode**,
                                     std::size_t*) {
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(handle, &stream));
   const std::lock_guard lock(capture_mutex());
   *status = stream->capture == nullptr        ? kCaptureNone
             : stream->capture->is_invalidated ? kCaptureInvalidated
@@ -152,8 +149,7 @@ Result api::graph_instantiate(GraphExec* exec, Graph graph, unsigned long long f
 }
 
 Result api::graph_launch(GraphExec exec, StreamHandle handle) {
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(handle, &stream));
   const std::shared_ptr<GraphTag> found = Handles<GraphTag>::all().find(exec);
   if (found == nullptr) return kInvalidValue;
   const std::lock_guard lock(capture_mutex());

@@ -201,8 +201,7 @@ unsigned cluster_blocks_of(const LaunchConfig& config) {
 }  // namespace
 
 Result api::module_load_data(Module* module, const void* image) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   RINGCOMM_TRY(check_unsafe_call());
   if (std::strncmp(static_cast<const char*>(image), kImage.data(), kImage.size()) != 0)
     return kInvalidImage;
@@ -211,8 +210,7 @@ Result api::module_load_data(Module* module, const void* image) {
 }
 
 Result api::module_get_function(Function* function, Module module, const char* name) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   const std::shared_ptr<ModuleTag> found = Handles<ModuleTag>::all().find(module);
   if (found == nullptr) return kInvalidHandle;
   const Kernel* kernel = kFunction.name == std::string_view(name) ? &kFunction : find_kernel(name);
@@ -259,8 +257,7 @@ Result api::launch_kernel(Function function, unsigned grid_x, unsigned grid_y, u
 
 Result api::launch_kernel_ex(const LaunchConfig* config, Function function, void** parameters,
                              void** extra) {
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(config->stream, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(config->stream, &stream));
   const std::shared_ptr<FunctionTag> found = Handles<FunctionTag>::all().find(function);
   if (found == nullptr || found->context != stream->context) return kInvalidHandle;
   const unsigned cluster_blocks = cluster_blocks_of(*config);

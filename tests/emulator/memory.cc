@@ -247,8 +247,7 @@ Result reopen(Context context, const IpcHandle& handle, std::size_t num_bytes, D
 
 /// Takes the piece that begins at `base` away.
 Result unmap_piece(DevicePtr base, Origin origin) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   Piece piece;
   RINGCOMM_TRY(change_piece(base, origin, [&](Piece& found) {
     piece = std::move(found);
@@ -265,8 +264,7 @@ Result unmap_piece(DevicePtr base, Origin origin) {
 // ---- memory that is allocated with its address
 
 Result api::mem_get_info(std::size_t* num_free, std::size_t* num_total) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   *num_total = static_cast<std::size_t>(settings().memory_bytes);
   *num_free = *num_total - static_cast<std::size_t>(context->used_bytes);
   return kSuccess;
@@ -315,12 +313,11 @@ Result api::mem_get_address_range(DevicePtr* base, std::size_t* num_bytes, Devic
 }
 
 Result api::mem_alloc(DevicePtr* address, std::size_t num_bytes) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   if (num_bytes == 0) return kInvalidValue;
   RINGCOMM_TRY(check_unsafe_call());
-  std::shared_ptr<PhysicalMemory> memory;
-  RINGCOMM_TRY(PhysicalMemory::create(context, num_bytes, &memory));
+  RINGCOMM_GET(std::shared_ptr<PhysicalMemory>, memory,
+               PhysicalMemory::create(context, num_bytes, &memory));
   return map_piece(std::move(memory), num_bytes, Origin::kAllocated, address);
 }
 
@@ -350,8 +347,7 @@ Result api::ipc_get_mem_handle(IpcMemHandle* handle, DevicePtr address) {
 }
 
 Result api::ipc_open_mem_handle(DevicePtr* address, IpcMemHandle handle, unsigned flags) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   if (flags != kIpcLazyPeerAccess) return kInvalidValue;
   RINGCOMM_TRY(check_unsafe_call());
   if (!settings().has_ipc) return kNotSupported;
@@ -362,8 +358,7 @@ Result api::ipc_open_mem_handle(DevicePtr* address, IpcMemHandle handle, unsigne
   const host::UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
   // Where its maker is gone, or has freed it.
   if (!fd || inode_of(fd.get()) != made.inode) return kMapFailed;
-  std::shared_ptr<PhysicalMemory> memory;
-  RINGCOMM_TRY(PhysicalMemory::import(fd.get(), &memory));
+  RINGCOMM_GET(std::shared_ptr<PhysicalMemory>, memory, PhysicalMemory::import(fd.get(), &memory));
   if (!can_map(context, memory->device)) return kPeerAccessUnsupported;
   const std::size_t num_bytes = memory->num_bytes;
   const Result reopened = reopen(context, made, num_bytes, address);
@@ -459,8 +454,8 @@ Result api::mem_create(MemoryHandle* handle, std::size_t num_bytes, const MemAll
   Context context = nullptr;
   if (flags != 0 || !is_granular(num_bytes)) return kInvalidValue;
   RINGCOMM_TRY(check_prop(prop, &context));
-  std::shared_ptr<PhysicalMemory> memory;
-  RINGCOMM_TRY(PhysicalMemory::create(context, num_bytes, &memory));
+  RINGCOMM_GET(std::shared_ptr<PhysicalMemory>, memory,
+               PhysicalMemory::create(context, num_bytes, &memory));
   memory->is_exportable = (prop->requested_handle_types & kHandlePosixFd) != 0;
   *handle = add_memory(std::move(memory));
   return kSuccess;
@@ -545,8 +540,7 @@ Result api::mem_set_access(DevicePtr address, std::size_t num_bytes, const MemAc
   if (num_access != 1 || access->location.type != kLocationDevice ||
       access->flags != kAccessReadWrite)
     return kInvalidValue;
-  Context context = nullptr;
-  RINGCOMM_TRY(require_device(access->location.id, &context));
+  RINGCOMM_GET(Context, context, require_device(access->location.id, &context));
   return change_mapped(address, num_bytes, [&](const Piece& piece) {
     if (!can_map(context, piece.memory->device)) return kInvalidDevice;
     const bool is_lossy = settings().loses_peer_writes && context->device != piece.memory->device;
@@ -572,8 +566,8 @@ Result api::mem_export_to_shareable_handle(void* shareable, MemoryHandle handle,
 Result api::mem_import_from_shareable_handle(MemoryHandle* handle, void* shareable, int type) {
   RINGCOMM_TRY(require_vmm());
   if (type != kHandlePosixFd) return kNotSupported;
-  std::shared_ptr<PhysicalMemory> memory;
-  RINGCOMM_TRY(PhysicalMemory::import(static_cast<int>(as_address(shareable)), &memory));
+  RINGCOMM_GET(std::shared_ptr<PhysicalMemory>, memory,
+               PhysicalMemory::import(static_cast<int>(as_address(shareable)), &memory));
   *handle = add_memory(std::move(memory));
   return kSuccess;
 }
@@ -599,8 +593,7 @@ Result check_operand(DevicePtr address, std::size_t num_bytes, bool* is_pageable
 
 Result api::memset_d8_async(DevicePtr address, unsigned char value, std::size_t num_bytes,
                             StreamHandle handle) {
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(handle, &stream));
   if (num_bytes == 0) return kSuccess;
   bool is_pageable = false;
   RINGCOMM_TRY(check_operand(address, num_bytes, &is_pageable));
@@ -609,8 +602,7 @@ Result api::memset_d8_async(DevicePtr address, unsigned char value, std::size_t 
 }
 
 Result api::memcpy_async(DevicePtr to, DevicePtr from, std::size_t num_bytes, StreamHandle handle) {
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(handle, &stream));
   if (num_bytes == 0) return kSuccess;
   bool writes_pageable = false;
   bool reads_pageable = false;

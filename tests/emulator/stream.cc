@@ -27,8 +27,7 @@ std::shared_ptr<HardwareQueue> next_queue(DeviceOrdinal device) {
 }  // namespace
 
 Result find_stream(StreamHandle handle, std::shared_ptr<StreamTag>* stream) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   if (handle == nullptr) {
     const std::lock_guard lock(context->mutex);
     if (context->null_stream == nullptr)
@@ -131,8 +130,7 @@ Result find_event(EventHandle handle, std::shared_ptr<EventTag>* event) {
 
 /// The event's last record, for the host to look at; null if there is none.
 Result find_record(EventHandle handle, std::shared_ptr<std::atomic_flag>* last) {
-  std::shared_ptr<EventTag> event;
-  RINGCOMM_TRY(find_event(handle, &event));
+  RINGCOMM_GET(std::shared_ptr<EventTag>, event, find_event(handle, &event));
   {
     const std::lock_guard lock(capture_mutex());
     if (event->capture != nullptr) return event->capture->spoil(kCapturedEvent);
@@ -161,16 +159,14 @@ Result join(StreamTag& stream, const EventTag& event) {
 }  // namespace
 
 Result api::ctx_synchronize() {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   RINGCOMM_TRY(check_unsafe_call());
   synchronize_context(context);
   return kSuccess;
 }
 
 Result api::stream_create(StreamHandle* stream, unsigned flags) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   if (flags != kStreamNonBlocking) return kNotSupported;
   *stream = Handles<StreamTag>::all().add(std::make_shared<StreamTag>(context));
   return kSuccess;
@@ -187,29 +183,25 @@ Result api::stream_destroy(StreamHandle stream) {
 }
 
 Result api::stream_synchronize(StreamHandle handle) {
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(handle, &stream));
   RINGCOMM_TRY(check_unsafe_call(stream.get()));
   stream->synchronize();
   return kSuccess;
 }
 
 Result api::stream_query(StreamHandle handle) {
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(handle, &stream));
   RINGCOMM_TRY(check_unsafe_call(stream.get()));
   return stream->is_idle() ? kSuccess : kErrorNotReady;
 }
 
 Result api::launch_host_func(StreamHandle handle, void (*function)(void*), void* data) {
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(handle, &stream));
   return submit(*stream, [=] { function(data); });
 }
 
 Result api::event_create(EventHandle* event, unsigned flags) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_GET(Context, context, require_context(&context));
   if ((flags & ~kEventDisableTiming) != 0) return kNotSupported;
   *event = Handles<EventTag>::all().add(std::make_shared<EventTag>(context));
   return kSuccess;
@@ -222,8 +214,7 @@ Result api::event_destroy(EventHandle event) {
 
 Result api::event_record(EventHandle handle, StreamHandle stream_handle) {
   std::shared_ptr<EventTag> event;
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(stream_handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(stream_handle, &stream));
   RINGCOMM_TRY(find_event(handle, &event));
   if (event->context != stream->context) return kInvalidHandle;
   const std::lock_guard lock(capture_mutex());
@@ -240,22 +231,19 @@ Result api::event_record(EventHandle handle, StreamHandle stream_handle) {
 }
 
 Result api::event_query(EventHandle handle) {
-  std::shared_ptr<std::atomic_flag> last;
-  RINGCOMM_TRY(find_record(handle, &last));
+  RINGCOMM_GET(std::shared_ptr<std::atomic_flag>, last, find_record(handle, &last));
   return last == nullptr || last->test() ? kSuccess : kErrorNotReady;
 }
 
 Result api::event_synchronize(EventHandle handle) {
-  std::shared_ptr<std::atomic_flag> last;
-  RINGCOMM_TRY(find_record(handle, &last));
+  RINGCOMM_GET(std::shared_ptr<std::atomic_flag>, last, find_record(handle, &last));
   if (last != nullptr) last->wait(false);
   return kSuccess;
 }
 
 Result api::stream_wait_event(StreamHandle stream_handle, EventHandle handle, unsigned flags) {
   std::shared_ptr<EventTag> event;
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(stream_handle, &stream));
+  RINGCOMM_GET(std::shared_ptr<StreamTag>, stream, find_stream(stream_handle, &stream));
   RINGCOMM_TRY(find_event(handle, &event));
   if (flags != 0) return kInvalidValue;
   const std::lock_guard lock(capture_mutex());

@@ -9,27 +9,45 @@
 
 namespace ringcomm::ptx::weak {
 
-/// By cursor, which of a kernel's stores to it are by a weakened line: the first, the second, ...
-/// Calls run the same program, so it is likely to be so in later ones.
-class WeakenedStores {
+/// Pairs of an address and a number, of all threads; one set for each `Of`.
+template <class Of>
+class Pairs {
  public:
-  static WeakenedStores& all() {
-    static auto& all = *new WeakenedStores;
+  static Pairs& all() {
+    static auto& all = *new Pairs;
     return all;
   }
-  void add(u64 address, u32 ordinal) {
+  bool is_empty() {
     const std::lock_guard lock(mutex_);
-    stores_.emplace(address, ordinal);
+    return pairs_.empty();
   }
-  bool has(u64 address, u32 ordinal) {
+  void add(u64 address, u32 number) {
     const std::lock_guard lock(mutex_);
-    return stores_.count({address, ordinal}) != 0;
+    pairs_.emplace(address, number);
+  }
+  bool has(u64 address, u32 number) {
+    const std::lock_guard lock(mutex_);
+    return pairs_.count({address, number}) != 0;
+  }
+  /// Whether the address has another number than this.
+  bool has_another(u64 address, u32 number) {
+    const std::lock_guard lock(mutex_);
+    const auto first = pairs_.lower_bound({address, 0});
+    for (auto pair = first; pair != pairs_.end() && pair->first == address; ++pair)
+      if (pair->second != number) return true;
+    return false;
   }
 
  private:
   std::mutex mutex_;
-  std::set<std::pair<u64, u32>> stores_;
+  std::set<std::pair<u64, u32>> pairs_;
 };
+
+/// By cursor, which of a kernel's stores to it are by a weakened line: the first, the second, ...
+/// Calls run the same program, so it is likely to be so in later ones.
+using WeakenedStores = Pairs<struct Stored>;
+/// What a weakened acquire has loaded, by the GPU that did.
+using WeaklyAcquired = Pairs<struct Acquired>;
 
 /// A release that a mutant made relaxed may take effect before earlier loads of its block; so may
 /// one for those who acquire by a load that a mutant made relaxed. This guesses it: a cursor gets
@@ -105,35 +123,6 @@ class EarlyStores {
   std::map<u32, u64> acquired_, last_awaited_;
   bool has_made_one_ = false;
   bool is_first_early_ = false;
-};
-
-/// What a weakened acquire has loaded, by the GPU that did.
-class WeaklyAcquired {
- public:
-  static WeaklyAcquired& all() {
-    static auto& all = *new WeaklyAcquired;
-    return all;
-  }
-  bool is_empty() {
-    const std::lock_guard lock(mutex_);
-    return loads_.empty();
-  }
-  void add(u64 address, u32 gpu) {
-    const std::lock_guard lock(mutex_);
-    loads_.emplace(address, gpu);
-  }
-  /// Whether another GPU than this one has.
-  bool has(u64 address, u32 gpu) {
-    const std::lock_guard lock(mutex_);
-    const auto first = loads_.lower_bound({address, 0});
-    for (auto load = first; load != loads_.end() && load->first == address; ++load)
-      if (load->second != gpu) return true;
-    return false;
-  }
-
- private:
-  std::mutex mutex_;
-  std::set<std::pair<u64, u32>> loads_;
 };
 
 }  // namespace ringcomm::ptx::weak

@@ -9,19 +9,20 @@ namespace {
 template <class Value>
 using Entries = std::vector<std::pair<u64, Value>>;
 
+// The first entry that is not before the key.
+auto from(auto& entries, u64 key) {
+  return std::ranges::lower_bound(entries, key, {}, [](const auto& entry) { return entry.first; });
+}
+
 template <class Value>
 Value value_at(const Entries<Value>& entries, u64 key) {
-  const auto found =
-      std::lower_bound(entries.begin(), entries.end(), key,
-                       [](const auto& entry, u64 wanted) { return entry.first < wanted; });
+  const auto found = from(entries, key);
   return found != entries.end() && found->first == key ? found->second : Value{0};
 }
 
 template <class Value>
 void raise(Entries<Value>& entries, u64 key, Value value) {
-  const auto found =
-      std::lower_bound(entries.begin(), entries.end(), key,
-                       [](const auto& entry, u64 wanted) { return entry.first < wanted; });
+  const auto found = from(entries, key);
   if (found != entries.end() && found->first == key)
     found->second = std::max(found->second, value);
   else

@@ -166,7 +166,7 @@ struct Accesses final : Memory {
   bool may_be_early(const Access& access, u64 address) const {
     if (const std::string& change = change_of(access.line); !change.empty())
       return change == "relaxed";
-    return WeaklyAcquired::all().has(address, parts[0]->place.gpu);
+    return WeaklyAcquired::all().has_another(address, parts[0]->place.gpu);
   }
 
   void load(Thread& thread, u64 address, void* to, const Access& access) override;
@@ -206,12 +206,12 @@ void Accesses::load(Thread& thread, u64 address, void* to, const Access& access)
     }
     const auto is_wanted = [&](u64 to) {
       WeaklyAcquired& all = WeaklyAcquired::all();
-      return all.is_empty() || all.has(to, state.block->place.gpu);
+      return all.is_empty() || all.has_another(to, state.block->place.gpu);
     };
     const auto early_store = [&](u32 linear, u64 to, u64 value) {
       const auto& part = parts[linear / part_threads];
       WeakThread& storing = part->threads[linear % part_threads];
-      const bool releases = WeaklyAcquired::all().has(to, part->place.gpu);
+      const bool releases = WeaklyAcquired::all().has_another(to, part->place.gpu);
       memory().store_early(storing, to, value, releases);
     };
     if (access.order == Order::kWeak && !access.is_shared &&

@@ -317,7 +317,7 @@ NUM_THREADS = 3
 
 
 @in_ranks(3)
-@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+@pytest.mark.parametrize("algorithm", [slow("auto"), "ring"])
 def test_results_have_the_same_bits_with_any_number_of_threads(rank: int, algorithm: Any) -> None:
     names = list(CALLS) if algorithm == "auto" else ["all_reduce", "fused update, momentum"]
     groups = [
@@ -502,6 +502,7 @@ for most in (None, 4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "env",
     [

@@ -20,6 +20,7 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from failures import ENVS, TRANSPORTS, caught, end_process, kill_named, timed
 from machines import limit_of_descriptors, limited, used_bytes
 from ranks import in_ranks, init_group, run_ranks
@@ -429,7 +430,12 @@ def assert_death(error: dict[str, Any], victim: int, *place: Any) -> None:
 
 @pytest.mark.parametrize(
     ("env", "victim", "how"),
-    [("shm", 0, "kill"), ("shm", 2, "kill"), ("messages", 1, "exec"), ("hosts", 2, "kill")],
+    [
+        slow("shm", 0, "kill"),
+        ("shm", 2, "kill"),
+        ("messages", 1, "exec"),
+        slow("hosts", 2, "kill"),
+    ],
 )
 def test_end_behind_operations_of_the_store(
     tmp_path: Path, env: str, victim: int, how: str

@@ -243,6 +243,7 @@ def test_messages_of_a_batch_end(rank: int, tmp_path: Path) -> None:
     assert states == ["ended", "ended", "running"]
 
 
+@pytest.mark.slow
 @in_ranks(2, fresh=True)
 def test_a_dump_while_calls_run_has_whole_events(rank: int, tmp_path: Path) -> None:
     """A thread writes dumps while others are made."""

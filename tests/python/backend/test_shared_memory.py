@@ -283,6 +283,7 @@ def use(group: Any, rank: int) -> None:
     assert torch.equal(got, x + 1 - rank)
 
 
+@pytest.mark.slow
 @in_ranks(2, fresh=True)
 def test_idle_groups_return_what_they_used(rank: int) -> None:
     """https://github.com/vllm-project/vllm/pull/46234: idle communicators kept their buffers."""

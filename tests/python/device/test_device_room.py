@@ -76,6 +76,7 @@ def test_groups_under_way_at_once_leave_room_for_a_late_rank() -> None:
 FEW = {"RINGCOMM_EMULATOR_REAL_SMS": "2", "RINGCOMM_EMULATOR_QUEUES": "0"}
 
 
+@pytest.mark.slow
 @in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_SMS": "64", **FEW}, fresh=True)
 def test_on_a_gpu_with_fewer_multiprocessors_than_it_says_they_leave_none(rank: int) -> None:
     """The control of the test above: where blocks are not counted right, the late rank hangs."""

@@ -92,6 +92,7 @@ def test_they_are_used_in_place(num_devices: int) -> None:
     run_on_gpus(3, check_in_place, num_devices=num_devices, env=env, fresh=True)
 
 
+@pytest.mark.slow
 @in_two
 def test_pieces_that_are_mapped_anew(rank: int) -> None:
     counts = [long_calls()[0]]

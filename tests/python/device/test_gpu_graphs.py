@@ -36,6 +36,7 @@ def captured(fn: Callable[[], Any]) -> Any:
     return graph
 
 
+@pytest.mark.slow
 @in_gpu_ranks(on_gpus, fresh=True)
 def test_many_replays(rank: int) -> None:
     """Inputs change from replay to replay; eager calls and another graph come in between."""

@@ -30,6 +30,7 @@ def check_sums(tensor: Tensor, group: dist.ProcessGroup | None, turn: int) -> No
         assert torch.equal(tensor.cpu(), expected.cpu())
 
 
+@pytest.mark.slow
 @in_gpu_ranks(on_gpus, fresh=True)
 def test_two_groups_over_one_allocation_that_comes_again(rank: int) -> None:
     """At its address, while the second group still has the first one mapped."""

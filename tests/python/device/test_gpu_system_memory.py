@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from gpu_ranks import device, in_gpu_ranks, kind, meet, module, on_one_gpu
 from schedule_simulation import simulate
 from steps import train_step
@@ -138,7 +139,7 @@ def blocks() -> Blocks:
     return Blocks(*layers).to(device())
 
 
-@pytest.mark.parametrize("kind_of", ["arena", "partition", "host", "auto"])
+@pytest.mark.parametrize("kind_of", [*map(slow, ("arena", "partition", "host")), "auto"])
 @in_gpu_ranks(on_one_gpu, env=SEGMENTS)
 def test_reserved_memory_is_constant(rank: int, kind_of: str) -> None:
     """After a step, and `num_alloc_retries` is 0; gradients are in an arena."""

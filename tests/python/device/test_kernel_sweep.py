@@ -82,6 +82,7 @@ def test_blocks_are_swept(tmp_path: Path) -> None:
 USAGE = "usage: kernel_sweep"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "settings", "status", "said"),
     [
@@ -104,6 +105,7 @@ def test_what_cannot_run_says_why(
     assert all(text in done.stderr for text in said), done.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_element_is_seen(tmp_path: Path) -> None:
     done = sweep(tmp_path, "--rounds", "1", "--sizes", "1024", "--spoil", "1")
     assert done.returncode == 1
@@ -191,6 +193,7 @@ def ask(box: Path, *arguments: str, **settings: str) -> tuple[int, dict[str, Any
     return done.returncode, {line["question"]: line for line in points(done)}
 
 
+@pytest.mark.slow
 def test_every_question_is_answered(tmp_path: Path) -> None:
     assert set(ANSWERS) == set(QUESTIONS)
     status, found = ask(tmp_path, "--limit-s", "30")
@@ -204,6 +207,7 @@ def test_every_question_is_answered(tmp_path: Path) -> None:
     assert status == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("question", "settings", "answer"),
     [

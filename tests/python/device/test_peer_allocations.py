@@ -214,6 +214,7 @@ def test_freed_before_it_is_mapped(rank: int) -> None:
     assert bytes_read_of_peers(tensor) > 0
 
 
+@pytest.mark.slow
 @in_two
 def test_many(rank: int) -> None:
     """Allocations of one rank."""

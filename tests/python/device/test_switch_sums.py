@@ -113,6 +113,7 @@ def name_of_transport(rank: int) -> str:
     return transport()
 
 
+@pytest.mark.slow
 @with_switches
 def test_calls_of_both_on_different_streams_keep_their_order(rank: int) -> None:
     """Each reads what the one before has written. https://github.com/sgl-project/sglang/issues/31117:

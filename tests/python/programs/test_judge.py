@@ -47,6 +47,7 @@ def results_in(project: Path) -> dict[str, Any]:
     return {line["id"]: line for line in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 def test_a_fault_is_noticed_and_one_that_no_test_sees_is_said(project: Path) -> None:
     done = run("--root", project, "--kind", "python")
     assert done.returncode == 1, done.stderr
@@ -64,6 +65,7 @@ def test_a_fault_is_noticed_and_one_that_no_test_sees_is_said(project: Path) -> 
     assert "| all | 2 | 0 | 1 | 0 | 0 | 0 |" in run("--root", project, "--dry").stdout
 
 
+@pytest.mark.slow
 def test_nothing_is_judged_by_tests_that_fail_without_a_fault(project: Path) -> None:
     (project / "tests/test_package.py").write_text(TESTS.replace("== 6", "== 7"))
     done = run("--root", project, "--kind", "python")
